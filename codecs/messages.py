@@ -1,0 +1,257 @@
+"""The messages of a house, one union per arrow.  Frozen, tagged; decoding is the check.
+
+gateway → store: Submit, Cancel           store → engine: Restore, Admit, Cancel
+engine → store: Snapshot                  engine → gateway: Tokens, Finished
+loader → engine: Tensor, Loaded
+
+Token ids travel as bytes, little-endian u32.  New fields come last and have defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Hash32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Hash16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+MissReason = Literal["absent", "incomplete_group", "corrupt", "io_error", "mismatch"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose the next token; part of the public API and of Submit.
+
+    max_tokens    completion tokens at most, the terminating one included
+    temperature   0 is greedy; logits are divided by it
+    top_k         keep the k most probable tokens; 0 keeps all
+    top_p         keep the smallest set with at least this probability mass; 1 keeps all
+    min_p         drop tokens less probable than this share of the best one's probability
+    seed          random key; None draws one.  A key is a function of seed and step alone
+    stop          strings that end the completion and are not part of its text
+    ignore_eos    go on after an end-of-generation token
+    digest_logits return the xxh3-128 of each step's float32 logits (exactness checks)
+    """
+
+    max_tokens: Positive = 256
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
+    top_k: Count = 0
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+    stop: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
+    ignore_eos: bool = False
+    digest_logits: bool = False
+
+
+class Descriptor(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
+):
+    """Base of every message: immutable, keyword-only, unknown fields forbidden."""
+
+
+class Submit(Descriptor, tag="submit"):
+    """Gateway → store: one request.
+
+    request_id  unique within the house, growing
+    token_ids   the whole prompt, at least one token
+    root        chain root: fingerprint, guard, reuse tag and salt
+    chain       chain hash of each whole block of the prompt, first block first
+    sampling    how to choose tokens
+    no_store    neither read from nor written to the spill root
+    """
+
+    request_id: Count
+    token_ids: bytes
+    root: Hash32
+    chain: tuple[Hash32, ...]
+    sampling: SamplingParams
+    no_store: bool = False
+
+
+class Cancel(Descriptor, tag="cancel"):
+    """Gateway → store → engine: end a request early; on the same arrow, so it cannot overtake.
+
+    request_id    the request
+    before_admit  set by the store: the engine has not been sent this request's Admit and never
+                  will be.  The engine answers such a Cancel with Finished; any other one only if
+                  the request still runs
+    """
+
+    request_id: Count
+    before_admit: bool = False
+
+
+class Restore(Descriptor, tag="restore"):
+    """Store → engine: verified planes of one KV block, staged in host memory.
+
+    request_id    the request whose live cache they go to
+    group         index of the layer group
+    first_token   position of the block's first token, a multiple of block_tokens
+    first_plane   first plane; planes 0..L-1 are K of the group's layers, L..2L-1 are V
+    planes        count of planes; each is (kv_heads, block_tokens, head_dim), logical order
+    slot, lease   where the payload lies in the restore pool; the receiver gives the slot back
+    payload_bytes length of the payload
+    starts_over   drop whatever this request restored before: a new attempt begins here
+    """
+
+    request_id: Count
+    group: Count
+    first_token: Count
+    first_plane: Count
+    planes: Positive
+    slot: Count
+    lease: Count
+    payload_bytes: Positive
+    starts_over: bool = False
+
+
+class RestoreReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a restore did: files, their whole sizes, milliseconds, and misses by reason."""
+
+    blocks: Count = 0
+    bytes: Count = 0
+    restore_ms: float = 0.0
+    misses: dict[MissReason, int] = {}
+
+
+class Admit(Descriptor, tag="admit"):
+    """Store → engine: run this request; its restored rows were all sent before.
+
+    request_id       the request
+    token_ids        the whole prompt
+    root, chain      as in Submit
+    sampling         as in Submit
+    prefix_tokens    leading tokens whose K and V are in place; 0 drops any restored row
+    restored         report for the caller
+    full_from_block  offer full-attention blocks from this block index on
+    sliding_blocks   offer sliding blocks with these indexes
+    offers           False: offer nothing at all
+    """
+
+    request_id: Count
+    token_ids: bytes
+    root: Hash32
+    chain: tuple[Hash32, ...]
+    sampling: SamplingParams
+    prefix_tokens: Count
+    restored: RestoreReport
+    full_from_block: Count = 0
+    sliding_blocks: tuple[Count, ...] = ()
+    offers: bool = True
+
+
+class Snapshot(Descriptor, tag="snapshot"):
+    """Engine → store, an offer: planes of one full KV block, staged in host memory.
+
+    request_id    whose prompt it is; for logs and statistics
+    group         index of the layer group
+    first_token   position of the block's first token, a multiple of block_tokens
+    chain_hash    32 bytes; names the model and every token up to the block's end
+    parent        chain hash of the block before, or the chain root
+    token_ids     the block's token ids
+    first_plane, planes  which planes of the block, as in Restore; the parts of one block are
+                  offered one after another, first plane first, with no other offer between
+    last          no part of this block follows
+    slot, lease   where the payload lies in the spill pool; the receiver gives the slot back
+    payload_bytes, payload_xxh3  length and xxh3-128 of the payload as staged
+    """
+
+    request_id: Count
+    group: Count
+    first_token: Count
+    chain_hash: Hash32
+    parent: Hash32
+    token_ids: bytes
+    first_plane: Count
+    planes: Positive
+    last: bool
+    slot: Count
+    lease: Count
+    payload_bytes: Positive
+    payload_xxh3: Hash16
+
+
+class Tokens(Descriptor, tag="tokens"):
+    """Engine → gateway: tokens that a request gained in one step.
+
+    request_id     the request
+    first_index    index of the first of them within the completion
+    token_ids      the ids
+    logits_xxh3    xxh3-128 of each step's float32 logits, where digest_logits asked for it
+    """
+
+    request_id: Count
+    first_index: Count
+    token_ids: tuple[TokenId, ...]
+    logits_xxh3: tuple[Hash16, ...] = ()
+
+
+class Finished(Descriptor, tag="finished"):
+    """Engine → gateway: the end of a request; exactly one for each.
+
+    request_id      the request
+    reason          stop, length, cancelled or error
+    error           what went wrong; empty unless reason is ``error``
+    cached_tokens   prompt tokens whose K and V this request did not compute
+    prefilled_tokens  prompt tokens that went through the forward pass
+    restored        the store's report
+    prefill_ms, decode_ms  time on the pinned thread
+    offered, refused  blocks offered to the store, and not offered because pool or arrow was full
+    """
+
+    request_id: Count
+    reason: FinishReason
+    error: str = ""
+    cached_tokens: Count = 0
+    prefilled_tokens: Count = 0
+    restored: RestoreReport = RestoreReport()
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    offered: Count = 0
+    refused: Count = 0
+
+
+class Tensor(Descriptor, tag="tensor"):
+    """Loader → engine: whole rows of one weight tensor, staged in host memory.
+
+    name          GGUF name
+    shape         shape of the whole tensor, row-major (out, in)
+    encoding      ``f32``, ``f16``, ``bf16``, or ``q<bits>g<group>``: the parts of MLX affine
+                  quantisation one after another (packed u32, then scales, then biases)
+    first_row, rows  which rows of the first axis
+    slot, lease   where the bytes lie in the weight pool; the receiver gives the slot back
+    payload_bytes length of the payload
+    scale_dtype   dtype of scales and biases of a quantised encoding, else empty
+    """
+
+    name: str
+    shape: tuple[Positive, ...]
+    encoding: str
+    first_row: Count
+    rows: Positive
+    slot: Count
+    lease: Count
+    payload_bytes: Positive
+    scale_dtype: str = ""
+
+
+class Loaded(Descriptor, tag="loaded"):
+    """Loader → engine: the end of the weights.
+
+    tensors  count of tensors sent
+    error    why the file could not be read to its end; empty if it could
+    """
+
+    tensors: Count
+    error: str = ""
+
+
+ToStore = Submit | Cancel
+ToEngine = Restore | Admit | Cancel
+Offer = Snapshot
+ToGateway = Tokens | Finished
+Weights = Tensor | Loaded

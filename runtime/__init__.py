@@ -1,0 +1,1 @@
+"""The public names: ``open_runtime``, its configuration, its parameters and its errors."""

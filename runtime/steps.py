@@ -1,0 +1,147 @@
+"""What the engine asks of the pinned thread, as plain data, and the port that answers.
+
+The engine actor plans a ``Step`` on the event loop; a ``Runner`` executes it in one hop.  The real
+runner is ``runtime.model``; ``runtime.testing`` has a fake one.  No MLX type passes this border.
+
+Order inside a step: frees, restores, prefills, decodes, snapshots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from millpond.codecs.messages import SamplingParams, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlanes:
+    """Copy verified planes of one block into a sequence's live cache, made if there is none.
+
+    first_token, tokens  the block's token range; tokens is block_tokens
+    first_plane, planes  plane p < L is K, p >= L is V of layer ``p % L`` of the group
+    payload              planes one after another, each (kv_heads, tokens, head_dim), logical order
+    starts_over          drop the sequence's cache first
+    context_tokens       tokens that the sequence may reach; sizes a cache made here
+    """
+
+    sequence_id: int
+    group: int
+    first_token: int
+    tokens: int
+    first_plane: int
+    planes: int
+    payload: memoryview
+    starts_over: bool
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Run the forward pass over known tokens ``[first_token, first_token + n)``.
+
+    token_ids       little-endian u32, the n tokens
+    prefix_tokens   tokens whose rows must be in the cache; 0 on a first chunk starts afresh
+    sample          choose the next token from the last position's logits, or None
+    step            index of that token in the completion (0)
+    context_tokens  tokens that the sequence may reach; sizes a cache made here
+    """
+
+    sequence_id: int
+    first_token: int
+    token_ids: bytes
+    sample: SamplingParams | None
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeToken:
+    """Run the forward pass over one token at ``position`` and choose the next one.
+
+    step  index within the completion of the token to be chosen, from 1 on
+    """
+
+    sequence_id: int
+    position: int
+    token_id: int
+    sample: SamplingParams
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPlanes:
+    """Copy planes of one full block out of a live cache; fields as in RestorePlanes.
+
+    payload  writable, exactly the planes' size
+    """
+
+    sequence_id: int
+    group: int
+    first_token: int
+    tokens: int
+    first_plane: int
+    planes: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One turn of the pinned thread."""
+
+    frees: tuple[int, ...] = ()
+    restores: tuple[RestorePlanes, ...] = ()
+    prefills: tuple[PrefillChunk, ...] = ()
+    decodes: tuple[DecodeToken, ...] = ()
+    snapshots: tuple[SnapshotPlanes, ...] = ()
+
+    def __bool__(self) -> bool:
+        """True iff there is anything to do."""
+        parts = (self.frees, self.restores, self.prefills, self.decodes, self.snapshots)
+        return any(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One chosen token.
+
+    logits_xxh3  xxh3-128 of the float32 logits, or empty
+    """
+
+    sequence_id: int
+    token_id: int
+    logits_xxh3: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave.
+
+    sampled         tokens of finished prefills, then of decodes, in the order of the step
+    snapshot_xxh3   xxh3-128 of each snapshot's payload, in order
+    prefill_ms, decode_ms, snapshot_ms, restore_ms  time spent, device work included
+    failures        sequence id → message; that sequence's cache is gone, the others are whole
+    """
+
+    sampled: tuple[Sampled, ...] = ()
+    snapshot_xxh3: tuple[bytes, ...] = ()
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    snapshot_ms: float = 0.0
+    restore_ms: float = 0.0
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """All that runs on the pinned thread; each method is called there and nowhere else."""
+
+    def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
+        """Copy rows of a weight tensor to the device; ``payload`` may be reused on return."""
+
+    def finish_load(self) -> None:
+        """Build the model once every tensor came; raises ModelError if one is missing or odd."""
+
+    def run(self, step: Step) -> StepResult:
+        """Execute one step."""
+
+    def close(self) -> None:
+        """Drop every device object; nothing is called after it."""
