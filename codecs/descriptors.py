@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
-
 from millpond.codecs.errors import DescriptorError
 
 PRODUCER_KEY = "hf2q.producer_version"
@@ -27,7 +26,7 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 class KvDType(enum.Enum):
-    """Element type of cached keys and values; ``F32`` is the seed's default, ``BF16`` an extension."""
+    """Element type of cached keys and values; default ``F32``; ``BF16`` an extension."""
 
     F32 = "f32"
     F16 = "f16"
@@ -80,7 +79,7 @@ class KvSpillProvenance(msgspec.Struct, frozen=True):
     """Where a model file came from; decides which namespace its cache lives in.
 
     producer_version             version of hf2q that wrote the file, ``""`` for any other producer
-    source_sha256                lowercase hex SHA-256 of hf2q's source, ``""`` for any other producer
+    source_sha256                lowercase hex SHA-256 of hf2q's source, ``""`` likewise
     tokenizer_chat_template_hash lowercase hex SHA-256 of the chat template, ``""`` for none
     """
 
@@ -97,8 +96,8 @@ class KvSpillProvenance(msgspec.Struct, frozen=True):
     def from_metadata(cls, metadata: Mapping[str, object]) -> KvSpillProvenance:
         """Detect the provenance from GGUF metadata.
 
-        Both hf2q keys present, strings and non-empty: their values, the hash lower-cased.  Any other
-        shape is an External file: both fields empty.  The template hash is always taken.
+        Both hf2q keys present, strings and non-empty: their values, the hash lower-cased.  Any
+        other shape is an External file: both fields empty.  The template hash is always taken.
         """
         producer, source = metadata.get(PRODUCER_KEY), metadata.get(SOURCE_KEY)
         template = metadata.get(TEMPLATE_KEY)

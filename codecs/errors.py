@@ -1,4 +1,4 @@
-"""The root of the error tree and the errors of bytes; ``millpond.runtime.errors`` shows the whole tree."""
+"""The root of the error tree and the errors of bytes; ``runtime.errors`` shows the whole tree."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class DescriptorError(CodecError):
 
 
 class GgufError(CodecError):
-    """A GGUF file that breaks its format; the message gives what was found and what was expected."""
+    """A GGUF file that breaks its format; the message gives found and expected."""

@@ -9,7 +9,6 @@ import hashlib
 from typing import Literal
 
 import msgspec
-
 from millpond.codecs.descriptors import KvSpillProvenance
 
 ReuseTag = Literal["exact", "fast"]

@@ -17,7 +17,7 @@ Hash32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Hash16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 MissReason = Literal["absent", "incomplete_group", "corrupt", "io_error", "mismatch"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: Count = 0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
     ignore_eos: bool = False
     digest_logits: bool = False
@@ -53,7 +53,7 @@ class Descriptor(
     """Base of every message: immutable, keyword-only, unknown fields forbidden."""
 
 
-class Submit(Descriptor, tag="submit"):
+class Submit(Descriptor, frozen=True, tag="submit"):
     """Gateway → store: one request.
 
     request_id  unique within the house, growing
@@ -72,7 +72,7 @@ class Submit(Descriptor, tag="submit"):
     no_store: bool = False
 
 
-class Cancel(Descriptor, tag="cancel"):
+class Cancel(Descriptor, frozen=True, tag="cancel"):
     """Gateway → store → engine: end a request early; on the same arrow, so it cannot overtake.
 
     request_id    the request
@@ -85,7 +85,7 @@ class Cancel(Descriptor, tag="cancel"):
     before_admit: bool = False
 
 
-class Restore(Descriptor, tag="restore"):
+class Restore(Descriptor, frozen=True, tag="restore"):
     """Store → engine: verified planes of one KV block, staged in host memory.
 
     request_id    the request whose live cache they go to
@@ -118,7 +118,7 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     misses: dict[MissReason, int] = {}
 
 
-class Admit(Descriptor, tag="admit"):
+class Admit(Descriptor, frozen=True, tag="admit"):
     """Store → engine: run this request; its restored rows were all sent before.
 
     request_id       the request
@@ -144,7 +144,7 @@ class Admit(Descriptor, tag="admit"):
     offers: bool = True
 
 
-class Snapshot(Descriptor, tag="snapshot"):
+class Snapshot(Descriptor, frozen=True, tag="snapshot"):
     """Engine → store, an offer: planes of one full KV block, staged in host memory.
 
     request_id    whose prompt it is; for logs and statistics
@@ -175,7 +175,7 @@ class Snapshot(Descriptor, tag="snapshot"):
     payload_xxh3: Hash16
 
 
-class Tokens(Descriptor, tag="tokens"):
+class Tokens(Descriptor, frozen=True, tag="tokens"):
     """Engine → gateway: tokens that a request gained in one step.
 
     request_id     the request
@@ -190,7 +190,7 @@ class Tokens(Descriptor, tag="tokens"):
     logits_xxh3: tuple[Hash16, ...] = ()
 
 
-class Finished(Descriptor, tag="finished"):
+class Finished(Descriptor, frozen=True, tag="finished"):
     """Engine → gateway: the end of a request; exactly one for each.
 
     request_id      the request
@@ -215,7 +215,7 @@ class Finished(Descriptor, tag="finished"):
     refused: Count = 0
 
 
-class Tensor(Descriptor, tag="tensor"):
+class Tensor(Descriptor, frozen=True, tag="tensor"):
     """Loader → engine: whole rows of one weight tensor, staged in host memory.
 
     name          GGUF name
@@ -239,7 +239,7 @@ class Tensor(Descriptor, tag="tensor"):
     scale_dtype: str = ""
 
 
-class Loaded(Descriptor, tag="loaded"):
+class Loaded(Descriptor, frozen=True, tag="loaded"):
     """Loader → engine: the end of the weights.
 
     tensors  count of tensors sent

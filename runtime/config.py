@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-
 from millpond.codecs.descriptors import KvDType
 from millpond.runtime.errors import ConfigError
 

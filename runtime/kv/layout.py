@@ -4,7 +4,7 @@ Invariants
 
 (I1) Layers with the same kind, heads, head_dim and dtype form a group; groups are numbered in the
      order of their first layer; layers that share another layer's K and V belong to none.
-(I2) A block's payload is 2·L planes one after another: K of the group's L layers in ascending order,
+(I2) A block's payload is 2·L planes in a row: K of the group's L layers in ascending order,
      then V; a plane is (kv_heads, block_tokens, head_dim), logical order.
 (I3) A boundary is a multiple of ``chunk_tokens``.  A full group needs every block below it, a
      sliding group those that hold one of the last ``sliding_window`` tokens below it.
