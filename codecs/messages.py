@@ -1,7 +1,7 @@
 """The messages of a house, one union per arrow.  Frozen, tagged; decoding is the check.
 
 gateway → store: Submit, Cancel           store → engine: Restore, Admit, Cancel
-engine → store: Snapshot                  engine → gateway: Tokens, Finished
+engine → store: Snapshot                  engine → gateway: Ready, Tokens, Finished
 loader → engine: Tensor, Loaded
 
 Token ids travel as bytes, little-endian u32.  New fields come last and have defaults.
@@ -175,6 +175,15 @@ class Snapshot(Descriptor, frozen=True, tag="snapshot"):
     payload_xxh3: Hash16
 
 
+class Ready(Descriptor, frozen=True, tag="ready"):
+    """Engine → gateway, once and first: the model is loaded.
+
+    load_ms  from the engine's start to the model's
+    """
+
+    load_ms: float
+
+
 class Tokens(Descriptor, frozen=True, tag="tokens"):
     """Engine → gateway: tokens that a request gained in one step.
 
@@ -196,6 +205,7 @@ class Finished(Descriptor, frozen=True, tag="finished"):
     request_id      the request
     reason          stop, length, cancelled or error
     error           what went wrong; empty unless reason is ``error``
+    error_type      class of ``runtime.errors`` that tells it to the caller
     cached_tokens   prompt tokens whose K and V this request did not compute
     prefilled_tokens  prompt tokens that went through the forward pass
     restored        the store's report
@@ -213,6 +223,7 @@ class Finished(Descriptor, frozen=True, tag="finished"):
     decode_ms: float = 0.0
     offered: Count = 0
     refused: Count = 0
+    error_type: str = ""
 
 
 class Tensor(Descriptor, frozen=True, tag="tensor"):
@@ -253,5 +264,5 @@ class Loaded(Descriptor, frozen=True, tag="loaded"):
 ToStore = Submit | Cancel
 ToEngine = Restore | Admit | Cancel
 Offer = Snapshot
-ToGateway = Tokens | Finished
+ToGateway = Ready | Tokens | Finished
 Weights = Tensor | Loaded

@@ -113,9 +113,9 @@ class Outbox(_End, Generic[T]):
         arrow.sent += 1
         arrow.notify()
 
-    def has_room(self) -> bool:
-        """True iff ``send_nowait`` would not raise WouldBlock now."""
-        return len(self._arrow.queue) < self._arrow.capacity
+    def room(self) -> int:
+        """Count of messages that ``send_nowait`` would take now without WouldBlock."""
+        return self._arrow.capacity - len(self._arrow.queue)
 
     def close(self) -> None:
         """Say that nothing more comes; what was sent stays receivable."""

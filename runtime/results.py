@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-
 from millpond.codecs.messages import FinishReason, RestoreReport
 
 
@@ -16,7 +15,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of one request; ``ttft_ms`` from submission to the first id, loading excluded."""
+    """Milliseconds of one request; ``ttft_ms`` runs from submission to the first id."""
 
     load_ms: float = 0.0
     ttft_ms: float = 0.0

@@ -1,0 +1,130 @@
+"""The engine's offers: slots for the blocks of the chunk that runs next, and their Snapshots.
+
+Invariants
+
+(I1) A slot taken in ``prepare`` is sent, given back or lost before the next ``prepare``.
+(I2) Blocks of a full group are offered in chain order; after one was refused the request offers no
+     more of them.  A refused sliding block loses one boundary only.
+(I3) A block is offered whole: all its parts have slots and room in the arrow, or none is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+from millpond.codecs.messages import Offer, Snapshot
+from millpond.runtime.channels import Outbox
+from millpond.runtime.kv.layout import KvLayout, LayerGroup
+from millpond.runtime.sequence import Sequence
+from millpond.runtime.staging import Lease, StagingPool
+from millpond.runtime.steps import SnapshotPlanes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One staged part of a block, before it is filled."""
+
+    sequence: Sequence
+    group: LayerGroup
+    block: int
+    first_plane: int
+    planes: int
+    last: bool
+    lease: Lease
+
+
+class Offers:
+    """Used by the engine only, on the event loop."""
+
+    def __init__(self, layout: KvLayout, pool: StagingPool) -> None:
+        self._layout, self._pool = layout, pool
+        # mutable state, changed only in prepare, send and lose
+        self._parts: list[_Part] = []
+        self.offered = self.refused = 0
+
+    def prepare(self, sequence: Sequence, blocks: range, room: int) -> None:
+        """Take slots for the blocks that the next chunk of ``sequence`` fills.
+
+        room  messages that the arrow to the store takes now; only this actor sends there
+        """
+        assert not self._parts, "the last step's offers were neither sent nor lost"
+        for block in blocks:
+            for group in self._layout.groups:
+                if sequence.wants(group, block) and not self._take(sequence, group, block, room):
+                    self._refuse(sequence, group)
+
+    def planes(self) -> tuple[SnapshotPlanes, ...]:
+        """Return what the step copies out."""
+        tokens = self._layout.block_tokens
+        return tuple(
+            SnapshotPlanes(
+                sequence_id=part.sequence.id,
+                group=part.group.index,
+                first_token=part.block * tokens,
+                tokens=tokens,
+                first_plane=part.first_plane,
+                planes=part.planes,
+                payload=part.lease.buffer,
+            )
+            for part in self._parts
+        )
+
+    def send(
+        self, digests: Ordered[bytes], failures: Mapping[int, str], offers: Outbox[Offer]
+    ) -> None:
+        """Offer what the step copied; give back the slots of a sequence that failed."""
+        parts, self._parts = self._parts, []
+        if parts and parts[0].sequence.id in failures:
+            for part in parts:
+                self._pool.give(part.lease.slot, part.lease.lease)
+            return
+        for part, digest in zip(parts, digests, strict=True):
+            offers.send_nowait(self._snapshot(part, digest))
+            if part.last:
+                part.sequence.offered += 1
+                self.offered += 1
+
+    def lose(self) -> None:
+        """The pinned thread may still write to the slots: set them aside for good."""
+        for part in self._parts:
+            self._pool.lose(part.lease.slot, part.lease.lease)
+        self._parts = []
+
+    def _take(self, sequence: Sequence, group: LayerGroup, block: int, room: int) -> bool:
+        tokens = self._layout.block_tokens
+        cuts = group.parts(tokens, self._pool.slot_bytes)
+        if len(self._parts) + len(cuts) > room or len(cuts) > self._pool.available():
+            return False
+        for first_plane, planes in cuts:
+            lease = self._pool.try_lend(planes * group.plane_bytes(tokens))
+            assert lease is not None, "available() counted this slot"
+            last = first_plane + planes == group.planes
+            part = _Part(sequence, group, block, first_plane, planes, last, lease)
+            self._parts.append(part)
+        return True
+
+    def _refuse(self, sequence: Sequence, group: LayerGroup) -> None:
+        self.refused += 1
+        sequence.refused += 1
+        if group.is_full:
+            sequence.offering = False
+
+    def _snapshot(self, part: _Part, digest: bytes) -> Snapshot:
+        admit, block, tokens = part.sequence.admit, part.block, self._layout.block_tokens
+        return Snapshot(
+            request_id=part.sequence.id,
+            group=part.group.index,
+            first_token=block * tokens,
+            chain_hash=admit.chain[block],
+            parent=admit.chain[block - 1] if block else admit.root,
+            token_ids=admit.token_ids[4 * block * tokens : 4 * (block + 1) * tokens],
+            first_plane=part.first_plane,
+            planes=part.planes,
+            last=part.last,
+            slot=part.lease.slot,
+            lease=part.lease.lease,
+            payload_bytes=len(part.lease.buffer),
+            payload_xxh3=digest,
+        )

@@ -1,0 +1,121 @@
+"""``Sequence``: one admitted request inside the engine, its tokens and its progress.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from millpond.codecs.messages import Admit, Finished, FinishReason
+from millpond.runtime.kv.layout import KvLayout, LayerGroup
+from millpond.runtime.steps import DecodeToken, PrefillChunk
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request from Admit to Finished.
+
+    admit           what the store said
+    context_tokens  tokens that prompt and completion may reach
+    prefilled       leading prompt tokens whose rows are in the live cache, by now
+    cached          of them, those that a restore put there
+    completion      token ids chosen so far
+    offering        full-attention blocks are still offered
+    """
+
+    admit: Admit
+    context_tokens: int
+    prefilled: int
+    cached: int
+    completion: list[int] = field(default_factory=list)
+    offering: bool = True
+    cancelled: bool = False
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    offered: int = 0
+    refused: int = 0
+
+    @property
+    def id(self) -> int:
+        """The request id."""
+        return self.admit.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Count of prompt tokens."""
+        return len(self.admit.token_ids) // 4
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True until every prompt token went through the forward pass."""
+        return self.prefilled < self.prompt_tokens
+
+    def next_chunk(self, chunk_tokens: int) -> PrefillChunk:
+        """Return the chunk of the grid that comes next; the last one may be partial."""
+        first = self.prefilled
+        end = min(self.prompt_tokens, first // chunk_tokens * chunk_tokens + chunk_tokens)
+        return PrefillChunk(
+            sequence_id=self.id,
+            first_token=first,
+            token_ids=self.admit.token_ids[4 * first : 4 * end],
+            sample=self.admit.sampling if end == self.prompt_tokens else None,
+            context_tokens=min(
+                self.context_tokens, self.prompt_tokens + self.admit.sampling.max_tokens
+            ),
+        )
+
+    def next_decode(self) -> DecodeToken:
+        """Return the decode step for the token chosen last."""
+        step = len(self.completion)
+        return DecodeToken(
+            sequence_id=self.id,
+            position=self.prompt_tokens + step - 1,
+            token_id=self.completion[-1],
+            sample=self.admit.sampling,
+            step=step,
+        )
+
+    def wants(self, group: LayerGroup, block: int) -> bool:
+        """True iff the store wants this block of this group offered."""
+        if not self.admit.offers:
+            return False
+        if group.is_full:
+            return self.offering and block >= self.admit.full_from_block
+        return block in self.admit.sliding_blocks
+
+    def end_reason(self, end_ids: frozenset[int]) -> FinishReason | None:
+        """Return why the completion is over, or None if it goes on."""
+        if self.cancelled:
+            return "cancelled"
+        if not self.completion:
+            return None
+        sampling = self.admit.sampling
+        if self.completion[-1] in end_ids and not sampling.ignore_eos:
+            return "stop"
+        room = self.context_tokens - self.prompt_tokens
+        if len(self.completion) >= min(sampling.max_tokens, room):
+            return "length"
+        return None
+
+    def finished(self, reason: FinishReason, error: str = "", error_type: str = "") -> Finished:
+        """Return the message that ends this request."""
+        return Finished(
+            request_id=self.id,
+            reason=reason,
+            error=error,
+            error_type=error_type,
+            cached_tokens=self.cached,
+            prefilled_tokens=self.prefilled - self.cached,
+            restored=self.admit.restored,
+            prefill_ms=self.prefill_ms,
+            decode_ms=self.decode_ms,
+            offered=self.offered,
+            refused=self.refused,
+        )
+
+
+def whole_blocks(chunk: PrefillChunk, layout: KvLayout) -> range:
+    """Return the indexes of the blocks that a chunk fills; none unless it is a whole grid chunk."""
+    tokens = len(chunk.token_ids) // 4
+    if tokens != layout.chunk_tokens or chunk.first_token % layout.chunk_tokens:
+        return range(0)
+    first = chunk.first_token // layout.block_tokens
+    return range(first, first + tokens // layout.block_tokens)
