@@ -78,6 +78,7 @@ class GuardInputs(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens       tokens of one KV block
     chunk_tokens       ``C``, tokens of one prefill chunk
     numerics           the machine and the build
+    constants          other constants of the forward pass, as ``name=value`` strings
     """
 
     tensors_sha256: str
@@ -89,6 +90,7 @@ class GuardInputs(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     chunk_tokens: int
     numerics: NumericsIdentity
+    constants: tuple[str, ...] = ()
 
 
 def kv_guard(inputs: GuardInputs) -> bytes:

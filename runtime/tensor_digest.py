@@ -1,0 +1,46 @@
+"""The digest of a model file's tensors: what makes two files the same model for the KV cache.
+
+A digest per tensor (SHA-256 of its bytes as stored), and one over all of them: SHA-256 of the
+lines ``name·type·shape·digest``, sorted by name.  Order, offsets and splitting do not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from millpond.runtime.gguf_file import GgufFile, StoredTensor
+
+READ_BYTES = 2**20  # per thread: fits the cache, so hashing finds what reading left there
+HASH_THREADS = 2  # reading is memory-bound beyond that
+
+
+def tensor_digests(file: GgufFile) -> dict[str, bytes]:
+    """Read every tensor and return name → 32 bytes.  Blocks; raises ModelUnreadable."""
+    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as threads:
+        largest_first = sorted(file.tensors.values(), key=lambda one: -one.payload_bytes)
+        digests = threads.map(lambda tensor: tensor_digest(file, tensor), largest_first)
+        return {tensor.name: digest for tensor, digest in zip(largest_first, digests, strict=True)}
+
+
+def tensor_digest(file: GgufFile, tensor: StoredTensor) -> bytes:
+    """Read one tensor and return the SHA-256 of its bytes.  Blocks; raises ModelUnreadable."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(READ_BYTES, tensor.payload_bytes)))
+    for start in range(0, tensor.payload_bytes, READ_BYTES):
+        part = buffer[: tensor.payload_bytes - start]
+        file.read(tensor, start, part)
+        digest.update(part)
+    return digest.digest()
+
+
+def combined_digest(tensors: Mapping[str, StoredTensor], digests: Mapping[str, bytes]) -> str:
+    """Return the hex digest over all tensors; ``digests`` has one entry for each."""
+    combined = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        line = (name, tensor.type.name, tensor.shape, digests[name].hex())
+        combined.update(msgspec.json.encode(line) + b"\n")
+    return combined.hexdigest()

@@ -1,0 +1,16 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_reference() -> Path:
+    """Folder of the reference fixtures beside the checkout; skips where there is none."""
+    folder = Path(__file__).resolve().parents[1].parent / "shared" / "reference"
+    if not folder.is_dir():
+        pytest.skip(f"no reference fixtures at {folder}")
+    return folder
