@@ -233,7 +233,9 @@ class Tensor(Descriptor, frozen=True, tag="tensor"):
     shape         shape of the whole tensor, row-major (out, in)
     encoding      ``f32``, ``f16``, ``bf16``, or ``q<bits>g<group>``: the parts of MLX affine
                   quantisation one after another (packed u32, then scales, then biases)
-    first_row, rows  which rows of the first axis
+    first_row, rows  which rows of the matrix (prod(shape[:-1]), shape[-1]) that the tensor is once
+                  its leading axes are flattened; a vector is one row.  The ranges of a tensor come
+                  in order, without gaps, with no other tensor between
     slot, lease   where the bytes lie in the weight pool; the receiver gives the slot back
     payload_bytes length of the payload
     scale_dtype   dtype of scales and biases of a quantised encoding, else empty

@@ -62,6 +62,12 @@ class PackedParts:
         floats = numbers[words:].view(np.float32)
         return cls(numbers[:words], floats[:groups], floats[groups:])
 
+    def part(self, first: int, values: int, bits: int) -> PackedParts:
+        """Return the places of ``values`` weights from ``first`` on, both whole groups."""
+        words = slice(first * bits // 32, (first + values) * bits // 32)
+        groups = slice(first // GROUP_VALUES, (first + values) // GROUP_VALUES)
+        return PackedParts(self.packed[words], self.scales[groups], self.biases[groups])
+
 
 def packed_bytes(values: int, bits: int) -> int:
     """Bytes of packed weights, scales and biases of ``values`` weights."""

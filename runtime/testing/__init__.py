@@ -1,0 +1,1 @@
+"""What tests of millpond, and of services that embed it, are built from."""
