@@ -49,7 +49,7 @@ class Tokenizer:
     """Immutable; any thread, several at once.  Time and memory grow with the text: bound it.
 
     vocab_size       count of ids
-    bos              id, or None
+    bos, eos         ids, or None
     adds_bos         whether the model wants BOS before a prompt
     end_ids          ids that end a generation: the file's EOS and EOT, and END_TEXTS
     control_texts    text → id of the special tokens that only ``encode_with_control`` parses
@@ -63,7 +63,7 @@ class Tokenizer:
         kinds = token_kinds(vocabulary)
         on_demand, always = special_texts(vocabulary, kinds)
         self.vocab_size = len(vocabulary.tokens)
-        self.bos = vocabulary.bos
+        self.bos, self.eos = vocabulary.bos, vocabulary.eos
         # some Gemma 4 files say that they want no BOS; the model does
         self.adds_bos = self.bos is not None and (
             vocabulary.add_bos or vocabulary.model == "gemma4"
