@@ -156,10 +156,12 @@ def _llama(metadata: Metadata, shapes: Shapes) -> ModelConfig:
     if metadata.count("expert_count", 0, least=0, most=EXPERTS_MAX):
         raise UnsupportedModel("llama.expert_count: found experts, supported are dense models")
     base = _base(metadata, shapes)
-    scale = base.layers[0].head_dim ** -0.5
-    if metadata.has("attention.scale"):
-        scale = metadata.number("attention.scale", most=1e3)
-    return replace(base, attention_scale=scale, interleaved_rope=True)
+    scale = metadata.number_or_zero("attention.scale", 0.0, most=1e3)
+    return replace(
+        base,
+        attention_scale=scale or base.layers[0].head_dim ** -0.5,
+        interleaved_rope=True,
+    )
 
 
 def _base(metadata: Metadata, shapes: Shapes) -> ModelConfig:
@@ -179,6 +181,10 @@ def _base(metadata: Metadata, shapes: Shapes) -> ModelConfig:
     rope_base = metadata.number("rope.freq_base", ROPE_BASE_DEFAULT, most=ROPE_BASE_MAX)
     rope_dims = metadata.count("rope.dimension_count", head_dim, most=HEAD_DIM_MAX)
     rope_scale = _rope_scale(metadata)
+    # Gemma 4's full layers cannot be rotated without the tensor, so it must be there.
+    uses_freqs = metadata.architecture == "gemma4" or (
+        metadata.architecture == "llama" and ROPE_FREQS in shapes
+    )
     layers = tuple(
         LayerConfig(
             kind=LayerType.FULL,
@@ -188,7 +194,7 @@ def _base(metadata: Metadata, shapes: Shapes) -> ModelConfig:
             rope_base=rope_base,
             rope_dims=rope_dims,
             rope_scale=rope_scale,
-            use_rope_freqs=metadata.architecture != "gemma3" and ROPE_FREQS in shapes,
+            use_rope_freqs=uses_freqs,
             kv_source=index,
         )
         for index in range(count)

@@ -65,8 +65,8 @@ def check_tensors(config: ModelConfig, shapes: Mapping[str, Shape]) -> dict[str,
 def _may_be_ignored(config: ModelConfig, name: str) -> bool:
     """True for what no forward pass of the family reads, though files carry it."""
     parts = name.split(".")
-    if name == ROPE_FREQS or "rot_embd" in name or "rope_freqs" in name:
-        return not any(layer.use_rope_freqs for layer in config.layers) or name != ROPE_FREQS
+    if name == ROPE_FREQS or "rot_embd" in name:
+        return True  # the frequencies of plain rotation, which old converters wrote out
     if parts[0] != "blk" or len(parts) < 3 or not parts[1].isdecimal():
         return False
     index = int(parts[1])
