@@ -23,7 +23,7 @@ WINDOW_BYTES = 2**18  # copied at once by the loop over strings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufLimits:
-    """Bounds of what a header may make us hold.
+    """Bounds of what a header may make us hold; all at once stay below twice the file and 100 MB.
 
     metadata_max    pairs; real files have less than 100
     tensors_max     tensors; the largest models have a few thousand
@@ -36,12 +36,12 @@ class GgufLimits:
     nesting_max     arrays inside arrays; no known file has any
     """
 
-    metadata_max: int = 65_536
-    tensors_max: int = 65_536
+    metadata_max: int = 16_384
+    tensors_max: int = 32_768
     key_bytes_max: int = 65_535
     name_bytes_max: int = 255
-    text_bytes_max: int = 8 * 2**20
-    objects_max: int = 2**21
+    text_bytes_max: int = 4 * 2**20
+    objects_max: int = 1_250_000
     nesting_max: int = 2
 
 

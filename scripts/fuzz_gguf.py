@@ -37,6 +37,7 @@ from millpond.runtime.testing.gguf_writer import gguf_bytes
 from millpond.runtime.vocabulary import read_vocabulary
 
 RUN_S_MAX = 2.0
+_RSS_UNITS = 2**20 if sys.platform == "darwin" else 2**10  # per MiB: macOS counts bytes
 SPARE_BYTES = 100 * 10**6
 HEADER_BYTES_MAX = 64 * 1024  # larger fixtures are left out: a hundred thousand runs take minutes
 HUGE = (0, 1, 2**16, 2**31 - 1, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 9, 2**64 - 1)
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bases": len(bases),
         "outcomes": dict(outcomes.most_common()),
         "slowest_ms": round(1e3 * slowest_s, 1),
-        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _RSS_UNITS),
         "seconds": round(time.monotonic() - started, 1),
         "failed": failed,
     }
