@@ -120,10 +120,17 @@ def _tensor_types(file: GgufFile, needed: set[str]) -> list[dict[str, Any]]:
         entry["unused"] += tensor.name not in needed
         entry["bytes"] += tensor.payload_bytes
         entry["weights"] += tensor.elements
-        entry["dense"] = "dequantised" if tensor.type.name in DEQUANTISED else "unsupported"
+        entry["dense"] = _fate(tensor.type.name)
         is_packed = encoding_of(tensor, "repacked") != "f32"
         entry["repacked"] = "repacked losslessly" if is_packed else entry["dense"]
     return sorted(found.values(), key=lambda entry: -int(entry["bytes"]))
+
+
+def _fate(kind: str) -> str:
+    """What becomes of a type in the dense weight form."""
+    if kind not in DEQUANTISED:
+        return "unsupported"
+    return {"F32": "kept", "F16": "widened", "BF16": "widened"}.get(kind, "dequantised")
 
 
 def _memory(file: GgufFile, needed: set[str], numerics: NumericsIdentity) -> dict[str, int]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 from millpond.codecs.descriptors import LayerType
+from millpond.codecs.gguf import parse_header
 from millpond.runtime.errors import ModelUnreadable, UnsupportedModel
 from millpond.runtime.families.config_gguf import model_config
 from millpond.runtime.families.tensors import check_tensors, expected_tensors
+from millpond.runtime.vocabulary import read_vocabulary
 
 S, F = LayerType.SLIDING, LayerType.FULL
 EPS = struct.unpack("<f", struct.pack("<f", 1e-6))[0]
@@ -317,3 +321,31 @@ def test_unused_k_and_v_of_sharing_layers_are_ignored_and_others_are_not() -> No
     assert check_tensors(config, whole | unused) == whole
     with pytest.raises(UnsupportedModel, match=r"blk.3.attn_q.bias"):
         check_tensors(config, whole | {"blk.3.attn_q.bias": (1,)})
+
+
+def test_gemma_4_cannot_do_without_its_rope_frequencies() -> None:
+    config = model_config(gemma4(), {"token_embd.weight": (512, 64)})
+    whole = expected_tensors(config, ())
+    bare = {name: shape for name, shape in whole.items() if name != "rope_freqs.weight"}
+    with pytest.raises(ModelUnreadable, match=r"'rope_freqs.weight': found none"):
+        check_tensors(config, bare)
+
+
+def test_the_header_of_the_real_26b_a4b_is_understood(shared_reference: Path) -> None:
+    packed = shared_reference / "fixtures" / "ggml-vocab-gemma-4.gguf.xz"
+    data = lzma.decompress(packed.read_bytes())
+    metadata = parse_header(data, len(data)).metadata
+    shapes = {"token_embd.weight": (262144, 2816), "rope_freqs.weight": (256,)}
+    config = model_config(metadata, shapes)
+    assert config.layer_types == (S, S, S, S, S, F) * 5
+    assert (config.num_key_value_heads, config.head_dim) == (8, 256)
+    assert (config.num_global_key_value_heads, config.global_head_dim) == (2, 512)
+    assert (config.experts, config.experts_used, config.expert_feed_forward) == (128, 8, 704)
+    assert (config.heads, config.hidden, config.sliding_window) == (16, 2816, 1024)
+    assert config.logit_softcap == 30.0 and config.context_tokens == 262144
+    names = expected_tensors(config, ["blk.0.ffn_gate_up_exps.weight"])
+    assert names["blk.0.ffn_gate_up_exps.weight"] == (128, 1408, 2816)
+    assert names["rope_freqs.weight"] == (256,)
+    vocabulary = read_vocabulary(metadata, config.vocab)
+    assert (len(vocabulary.tokens), len(vocabulary.merges)) == (262144, 514906)
+    assert (vocabulary.bos, vocabulary.add_bos) == (2, True)
