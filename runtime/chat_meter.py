@@ -98,7 +98,7 @@ class Meter:
         for item in items:
             self.charge(1 + len(separator) // CHARS_OF_UNIT)
             texts.append(self.text(item))
-        return separator.join(texts)
+        return str.join(separator, texts)  # of str itself: Markup's would escape the texts
 
     def search(self, text: str, arguments: Iterable[Any]) -> None:
         """Charge a method of a text; some take the product of both lengths for a long argument."""
