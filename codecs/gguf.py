@@ -26,7 +26,7 @@ from mmap import mmap
 
 from millpond.codecs.errors import GgufError
 from millpond.codecs.ggml_types import BY_NUMBER, GgmlType
-from millpond.codecs.gguf_values import UINT32, Cursor, GgufLimits, read_value, utf8
+from millpond.codecs.gguf_values import UINT32, Cursor, GgufLimits, brief, read_value, utf8
 
 __all__ = ["GgufHeader", "GgufLimits", "TensorInfo", "parse_header"]
 
@@ -121,9 +121,9 @@ def _metadata(cursor: Cursor, pairs: int) -> tuple[dict[str, object], int]:
         raw = cursor.text(f"metadata key {index}", cursor.limits.key_bytes_max)
         key = utf8(raw, f"metadata key {index}")
         if key in metadata:
-            raise GgufError(f"metadata key {key!r}: found it twice, expected it once")
-        kind = cursor.u32(f"type of {key!r}")
-        metadata[key] = read_value(cursor, kind, repr(key), 0)
+            raise GgufError(f"metadata key {brief(key)}: found it twice, expected it once")
+        kind = cursor.u32(f"type of {brief(key)}")
+        metadata[key] = read_value(cursor, kind, brief(key))
         if key == ALIGNMENT_KEY:
             alignment = _alignment(kind, metadata[key])
     return metadata, alignment

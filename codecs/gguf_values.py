@@ -18,6 +18,7 @@ _SCALARS |= {12: "d"}
 _STRUCTS = {kind: struct.Struct("<" + code) for kind, code in _SCALARS.items()}
 _DTYPES = {kind: np.dtype("<" + code) for kind, code in _SCALARS.items()}
 _U64 = struct.Struct("<Q")
+SHOWN = 60  # characters of a found value that a message shows
 WINDOW_BYTES = 2**18  # copied at once by the loop over strings
 
 
@@ -201,6 +202,15 @@ def _strings(cursor: Cursor, count: int, what: str) -> list[bytes]:
         window, done = b"", 0
     cursor.position += done
     return strings
+
+
+def brief(value: object) -> str:
+    """Return a metadata value for an error message: one short line, whatever the value is."""
+    if isinstance(value, np.ndarray | list):
+        return f"an array of {len(value)}"
+    if isinstance(value, str | bytes) and len(value) > SHOWN:
+        return f"{value[:SHOWN]!r}…"
+    return repr(value)
 
 
 def utf8(raw: bytes, what: str) -> str:

@@ -23,6 +23,7 @@ from typing import Self
 from millpond.codecs.errors import GgufError
 from millpond.codecs.ggml_types import GgmlType
 from millpond.codecs.gguf import GgufHeader, parse_header
+from millpond.codecs.gguf_values import brief
 from millpond.runtime.errors import ModelNotFound, ModelUnreadable
 
 PARTS_MAX = 256  # open files of one model; real sets have fewer than 50
@@ -154,7 +155,7 @@ class _Part:
         value = self.header.metadata.get(key)
         if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             return value
-        raise ModelUnreadable(f"{self.path}: {key}: found {value!r}, expected an integer")
+        raise ModelUnreadable(f"{self.path}: {key}: found {brief(value)}, expected an integer")
 
 
 def _open_part(path: Path) -> _Part:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from millpond.codecs.gguf_values import brief
 from millpond.runtime.errors import TokenizerError
 from millpond.runtime.identity import Vocabulary
 
@@ -64,7 +65,7 @@ def _text(metadata: Mapping[str, object], key: str) -> str:
 def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
     value = metadata.get(_PREFIX + key, default)
     if not isinstance(value, bool):
-        raise TokenizerError(f"{_PREFIX}{key}: found {value!r}, expected a bool")
+        raise TokenizerError(f"{_PREFIX}{key}: found {brief(value)}, expected a bool")
     return value
 
 

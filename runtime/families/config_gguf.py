@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from millpond.codecs.descriptors import LayerType
+from millpond.codecs.gguf_values import brief
 from millpond.runtime.errors import ModelUnreadable, UnsupportedModel
 from millpond.runtime.families.config import LayerConfig, ModelConfig
 from millpond.runtime.families.metadata import SIZE_MAX, Metadata
@@ -46,12 +47,12 @@ def model_config(metadata: Mapping[str, object], shapes: Shapes) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelUnreadable(
-            f"general.architecture: found {architecture!r}, expected the name of an architecture"
+            f"general.architecture: found {brief(architecture)}, expected a name"
         )
     build = _BUILDERS.get(architecture)
     if build is None:
         served = ", ".join(_BUILDERS)
-        raise UnsupportedModel(f"architecture: found {architecture!r}, supported are {served}")
+        raise UnsupportedModel(f"architecture: found {brief(architecture)}, supported are {served}")
     config = build(Metadata(architecture, metadata), shapes)
     _check_layers(config)
     return config
@@ -133,7 +134,7 @@ def _gemma4(metadata: Metadata, shapes: Shapes) -> ModelConfig:
         expert_feed_forward=(
             metadata.count("expert_feed_forward_length", most=SIZE_MAX) if experts else 0
         ),
-        suppress_tokens=metadata.integers("tokenizer.ggml.suppress_tokens"),
+        suppress_tokens=metadata.token_ids("tokenizer.ggml.suppress_tokens", base.vocab),
     )
 
 
@@ -246,7 +247,8 @@ def _rope_scale(metadata: Metadata) -> float:
     kind = metadata.text("rope.scaling.type", "linear")
     if kind not in ("linear", "none"):
         raise UnsupportedModel(
-            f"{metadata.architecture}.rope.scaling.type: found {kind!r}, supported are linear, none"
+            f"{metadata.architecture}.rope.scaling.type: found {brief(kind)}, "
+            "supported are linear and none"
         )
     key = "rope.scaling.factor" if metadata.has("rope.scaling.factor") else "rope.scale_linear"
     factor = metadata.number_or_zero(key, 0.0, most=1e6) if kind == "linear" else 0.0

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+from millpond.codecs.gguf_values import brief
 from millpond.runtime.errors import ModelUnreadable
 
 SIZE_MAX = 2**24  # widths, counts of rows; the largest real ones are below 2^19
-_SHOWN = 60  # characters of a found value that a message shows
 
 
 class Metadata:
@@ -54,10 +54,9 @@ class Metadata:
         """Return one integer per layer, from a scalar or an array of that many."""
         value = self._find(key, default)
         if isinstance(value, np.ndarray):
-            entries = value.tolist()
-            if len(entries) != layers:
+            if len(value) != layers:
                 raise self._refuse(key, value, f"one entry for each of {layers} layers")
-            return tuple(self._whole(key, entry, 1, SIZE_MAX) for entry in entries)
+            return tuple(self._whole(key, entry, 1, SIZE_MAX) for entry in value.tolist())
         return (self._whole(key, value, 1, SIZE_MAX),) * layers
 
     def flags(self, key: str, layers: int) -> tuple[bool, ...] | int:
@@ -65,21 +64,24 @@ class Metadata:
         value = self._find(key, None)
         if not isinstance(value, np.ndarray):
             return self._whole(key, value, 0, SIZE_MAX)
-        entries = value.tolist()
-        if len(entries) != layers or any(entry not in (0, 1) for entry in entries):
+        if len(value) != layers or any(entry not in (0, 1) for entry in value.tolist()):
             raise self._refuse(key, value, f"one bool for each of {layers} layers")
-        return tuple(bool(entry) for entry in entries)
+        return tuple(bool(entry) for entry in value.tolist())
 
     def has(self, key: str) -> bool:
         """True iff the key is there."""
         return f"{self.architecture}.{key}" in self._pairs
 
-    def integers(self, full_key: str) -> tuple[int, ...]:
-        """Return an array of integers by its full key; empty if absent or of another type."""
-        value = self._pairs.get(full_key)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
-            return tuple(int(entry) for entry in value.tolist())
-        return ()
+    def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
+        """Return an array of token ids below ``vocab`` by its full key; empty if absent."""
+        value = self._pairs.get(key)
+        if value is None:
+            return ()
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) <= vocab:
+            ids = tuple(int(entry) for entry in value.tolist())
+            if all(0 <= one < vocab for one in ids):
+                return ids
+        raise ModelUnreadable(f"{key}: found {brief(value)}, expected token ids below {vocab}")
 
     def _find(self, key: str, default: object) -> object:
         value = self._pairs.get(f"{self.architecture}.{key}", default)
@@ -93,6 +95,6 @@ class Metadata:
         raise self._refuse(key, value, f"an integer from {least} to {most}")
 
     def _refuse(self, key: str, value: object, expected: str) -> ModelUnreadable:
-        found = repr(value)
-        shown = found if len(found) <= _SHOWN else found[:_SHOWN] + "…"
-        return ModelUnreadable(f"{self.architecture}.{key}: found {shown}, expected {expected}")
+        return ModelUnreadable(
+            f"{self.architecture}.{key}: found {brief(value)}, expected {expected}"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lzma
 import math
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -349,3 +350,29 @@ def test_the_header_of_the_real_26b_a4b_is_understood(shared_reference: Path) ->
     vocabulary = read_vocabulary(metadata, config.vocab)
     assert (len(vocabulary.tokens), len(vocabulary.merges)) == (262144, 514906)
     assert (vocabulary.bos, vocabulary.add_bos) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "gemma4.attention.head_count",
+        "gemma4.attention.head_count_kv",
+        "gemma4.feed_forward_length",
+        "gemma4.attention.sliding_window_pattern",
+        "gemma4.block_count",
+        "gemma4.rope.freq_base",
+        "gemma4.rope.scaling.type",
+        "general.architecture",
+        "tokenizer.ggml.suppress_tokens",
+    ],
+)
+def test_a_huge_value_is_refused_in_one_short_line_and_never_unfolded(key: str) -> None:
+    huge = [np.ones(10**7, np.uint8), [b"x"] * 10**6, "x" * 10**6]
+    for value in huge:
+        tracemalloc.start()
+        with pytest.raises((ModelUnreadable, UnsupportedModel)) as refusal:
+            model_config(gemma4() | {key: value}, SHAPES)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(str(refusal.value)) < 300 and "\n" not in str(refusal.value)
+        assert peak < 10**6
