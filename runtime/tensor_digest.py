@@ -19,10 +19,14 @@ HASH_THREADS = 2  # reading is memory-bound beyond that
 
 def tensor_digests(file: GgufFile) -> dict[str, bytes]:
     """Read every tensor and return name → 32 bytes.  Blocks; raises ModelUnreadable."""
+    largest_first = sorted(file.tensors.values(), key=lambda one: -one.payload_bytes)
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as threads:
-        largest_first = sorted(file.tensors.values(), key=lambda one: -one.payload_bytes)
-        digests = threads.map(lambda tensor: tensor_digest(file, tensor), largest_first)
-        return {tensor.name: digest for tensor, digest in zip(largest_first, digests, strict=True)}
+        running = {one.name: threads.submit(tensor_digest, file, one) for one in largest_first}
+        try:
+            return {name: future.result() for name, future in running.items()}
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)  # do not read the rest
+            raise
 
 
 def tensor_digest(file: GgufFile, tensor: StoredTensor) -> bytes:
