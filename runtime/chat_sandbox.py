@@ -31,8 +31,8 @@ from millpond.runtime.chat_filters import metered_filters, metered_tests
 from millpond.runtime.chat_meter import Meter
 from millpond.runtime.errors import ChatTemplateError
 
-SOURCE_CHARS_MAX = 2**17
-"""Characters of a template; the longest in use have some 40,000."""
+SOURCE_CHARS_MAX = 2**16
+"""Characters of a template; the longest in use have some 30,000."""
 
 # What a broken or hostile template makes Python raise; anything else is our own fault.
 _FAULTS = (

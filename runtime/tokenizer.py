@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 from millpond.runtime.detokenizer import Detokenizer, Pieces
@@ -26,6 +27,9 @@ from millpond.runtime.tokenizer_special import (
     token_kinds,
 )
 from millpond.runtime.tokenizer_spm import SpmEngine
+
+BATCH_PARTS = 512
+"""Parts of a text that are encoded together: enough for one call, few enough to stay short."""
 
 __all__ = ["Detokenizer", "Tokenizer", "make_tokenizer"]
 
@@ -133,14 +137,16 @@ class Tokenizer:
 
     def _encode(self, text: str, cutter: SpecialCutter, tainted: Sequence[int]) -> list[int]:
         _check_encodable(text)
-        parts = cutter.cut(text, tainted)
-        encoded = iter(self._engine.encode_all([part for part in parts if isinstance(part, str)]))
         ids: list[int] = []
-        for part in parts:
-            if isinstance(part, str):
-                ids += next(encoded)
-            else:
-                ids.append(part)
+        parts = cutter.cut(text, tainted)
+        while batch := list(islice(parts, BATCH_PARTS)):
+            fragments = [part for part in batch if isinstance(part, str)]
+            encoded = iter(self._engine.encode_all(fragments))
+            for part in batch:
+                if isinstance(part, str):
+                    ids += next(encoded)
+                else:
+                    ids.append(part)
         return ids
 
 

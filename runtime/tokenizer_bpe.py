@@ -7,16 +7,16 @@ Only ordinary text reaches it: special tokens were cut out before.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from millpond.runtime.detokenizer import SPACE_MARK
 from millpond.runtime.errors import TokenizerError
 from millpond.runtime.identity import Vocabulary
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-BATCH_FRAGMENTS = 4096
-"""Fragments of one call: a bound on what lives at once beside the ids."""
+BATCH_WORDS = 512
+"""Runs of one call: enough to be fast, few enough to hold the interpreter lock shortly."""
 
 _LINES = re.compile(r"\n+|[^\n]+")
 
@@ -90,17 +90,19 @@ class Gemma4Engine:
 
     def encode_all(self, fragments: Sequence[str]) -> list[list[int]]:
         """Return the ids of each fragment; none of them is empty."""
-        runs = [_LINES.findall(text.replace(" ", SPACE_MARK)) for text in fragments]
-        merged = _encode_words(
-            self._tokenizer,
-            [run for found in runs for run in found if run not in self._newlines],
-        )
-        return [list(chain.from_iterable(self._ids(found, merged))) for found in runs]
+        return [self._encode(text.replace(" ", SPACE_MARK)) for text in fragments]
 
-    def _ids(self, runs: Iterable[str], merged: Iterator[list[int]]) -> Iterator[Sequence[int]]:
-        for run in runs:
-            newline = self._newlines.get(run)
-            yield next(merged) if newline is None else (newline,)
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        runs = (found[0] for found in _LINES.finditer(text))
+        while batch := list(islice(runs, BATCH_WORDS)):
+            merged = _encode_words(
+                self._tokenizer, [run for run in batch if run not in self._newlines]
+            )
+            for run in batch:
+                newline = self._newlines.get(run)
+                ids += next(merged) if newline is None else (newline,)
+        return ids
 
 
 class ByteLevelEngine:
@@ -167,8 +169,8 @@ def _split_merge(merge: bytes) -> tuple[str, str]:
 
 
 def _encode_words(tokenizer: Tokenizer, words: Sequence[str]) -> Iterator[list[int]]:
-    """Yield the ids of each text."""
-    for first in range(0, len(words), BATCH_FRAGMENTS):
-        batch = list(words[first : first + BATCH_FRAGMENTS])
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            yield encoding.ids
+    """Return the ids of each text; the library works on all of them without the lock."""
+    return (
+        encoding.ids
+        for encoding in tokenizer.encode_batch_fast(list(words), add_special_tokens=False)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 
 from millpond.runtime.errors import TokenizerError
@@ -144,13 +144,12 @@ class SpecialCutter:
         }
         self._start = re.compile(_starts_pattern(self._lengths)) if self._ids else None
 
-    def cut(self, text: str, tainted: Sequence[int] = ()) -> list[str | int]:
-        """Return the fragments of text between special tokens, and the ids of those, in order.
+    def cut(self, text: str, tainted: Sequence[int] = ()) -> Iterator[str | int]:
+        """Yield the fragments of text between special tokens, and the ids of those, in order.
 
         tainted  growing indexes of characters that no guarded token may contain
         Two fragments are never adjacent and none is empty.
         """
-        parts: list[str | int] = []
         first = at = 0
         while (at := self._next_start(text, at)) < len(text):
             length = self._match(text, at, tainted)
@@ -158,12 +157,11 @@ class SpecialCutter:
                 at += 1
                 continue
             if at > first:
-                parts.append(text[first:at])
-            parts.append(self._ids[text[at : at + length]])
+                yield text[first:at]
+            yield self._ids[text[at : at + length]]
             first = at = at + length
         if first < len(text):
-            parts.append(text[first:])
-        return parts
+            yield text[first:]
 
     def _next_start(self, text: str, at: int) -> int:
         """Return the index, from at on, where a special token may start; else the text's length."""
