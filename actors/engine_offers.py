@@ -3,8 +3,9 @@
 Invariants
 
 (I1) A slot taken in ``prepare`` is sent, given back or lost before the next ``prepare``.
-(I2) Blocks of a full group are offered in chain order; after one was refused the request offers no
-     more of them.  A refused sliding block loses one boundary only.
+(I2) Blocks of a full group are offered in chain order, before the sliding ones of the same tokens;
+     after one was refused the request offers no more of them.  A refused sliding block loses one
+     boundary only.
 (I3) A block is offered whole: all its parts have slots and room in the arrow, or none is taken.
 """
 
@@ -50,8 +51,9 @@ class Offers:
         room  messages that the arrow to the store takes now; only this actor sends there
         """
         assert not self._parts, "the last step's offers were neither sent nor lost"
+        groups = (*self._layout.full_groups, *self._layout.sliding_groups)
         for block in blocks:
-            for group in self._layout.groups:
+            for group in groups:
                 if sequence.wants(group, block) and not self._take(sequence, group, block, room):
                     self._refuse(sequence, group)
 

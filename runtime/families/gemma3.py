@@ -1,0 +1,117 @@
+"""Gemma 3: pre- and post-norms around attention and MLP, q/k norm, sliding and full layers.
+
+Formulas: Gemma 3 section of the project's facts file.  The file's norm weights are complete (the
+converter added 1).  The embedding scale is sqrt(D), not rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from millpond.runtime.families.base import (
+    Linear,
+    Weights,
+    attend,
+    embedding_rows,
+    heads,
+    joined,
+    rope,
+    stacked,
+)
+from millpond.runtime.families.config import LayerConfig, ModelConfig
+from millpond.runtime.kv.cache import Array, Pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    config: LayerConfig
+    attn_norm: Array
+    qkv: Linear
+    q_norm: Array
+    k_norm: Array
+    output: Linear
+    post_attention_norm: Array
+    ffn_norm: Array
+    gate_up: Linear
+    down: Linear
+    post_ffw_norm: Array
+
+
+class Gemma3:
+    """The whole model; see ``families.base.Family``."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: Any) -> None:
+        self._config, self._dtype = config, dtype
+        self._embedding: Any = weights["token_embd.weight"]
+        self._head: Any = weights.get("output.weight", self._embedding)
+        self._norm = weights["output_norm.weight"]
+        self._no_freqs = mx.array([], dtype=mx.float32)
+        self._layers = [
+            _layer(layer, f"blk.{index}.", weights) for index, layer in enumerate(config.layers)
+        ]
+
+    def forward(self, token_ids: Array, kv: Pass, first: int) -> Array:
+        """See ``Family.forward``."""
+        x = embedding_rows(self._embedding, token_ids, self._dtype)
+        x = x * mx.array(self._config.embedding_scale, dtype=self._dtype)
+        for index, layer in enumerate(self._layers):
+            normed = self._norm_of(x, layer.attn_norm)
+            queries, keys, values = self._heads(layer, normed, first)
+            rows = kv.add(index, keys, values)
+            seen = attend(queries, rows, layer.config, self._config, first)
+            x = x + self._norm_of(layer.output(joined(seen)), layer.post_attention_norm)
+            inner = _mlp(layer, self._norm_of(x, layer.ffn_norm))
+            x = x + self._norm_of(inner, layer.post_ffw_norm)
+        return self._norm_of(x, self._norm)
+
+    def logits(self, hidden: Array) -> Array:
+        """See ``Family.logits``."""
+        found = self._head(hidden).astype(mx.float32)
+        cap = self._config.logit_softcap
+        return mx.tanh(found / cap) * cap if cap else found
+
+    def _norm_of(self, x: Array, weight: Array) -> Array:
+        return mx.fast.rms_norm(x, weight, self._config.norm_eps)
+
+    def _heads(self, layer: _Layer, x: Array, first: int) -> tuple[Array, Array, Array]:
+        config, dim, kv_heads = self._config, layer.config.head_dim, layer.config.kv_heads
+        split = [config.heads * dim, (config.heads + kv_heads) * dim]
+        q, k, v = mx.split(layer.qkv(x), split, axis=-1)
+        queries = self._norm_of(heads(q, config.heads, dim), layer.q_norm)
+        keys = self._norm_of(heads(k, kv_heads, dim), layer.k_norm)
+        queries = rope(queries, layer.config, config, first, self._no_freqs)
+        keys = rope(keys, layer.config, config, first, self._no_freqs)
+        return queries, keys, heads(v, kv_heads, dim)
+
+
+def _mlp(layer: _Layer, x: Array) -> Array:
+    gate, up = mx.split(layer.gate_up(x), 2, axis=-1)
+    return layer.down(gelu_tanh(gate) * up)
+
+
+def gelu_tanh(x: Array) -> Array:
+    """GELU in its tanh form: 0.5·x·(1 + tanh(sqrt(2/π)·(x + 0.044715·x³)))."""
+    return 0.5 * x * (1 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def _layer(config: LayerConfig, prefix: str, weights: Weights) -> _Layer:
+    def one(name: str) -> Any:
+        return weights[f"{prefix}{name}.weight"]
+
+    qkv = stacked(weights, [f"{prefix}attn_{name}.weight" for name in "qkv"])
+    gate_up = stacked(weights, [f"{prefix}ffn_{name}.weight" for name in ("gate", "up")])
+    return _Layer(
+        config=config,
+        attn_norm=one("attn_norm"),
+        qkv=qkv,
+        q_norm=one("attn_q_norm"),
+        k_norm=one("attn_k_norm"),
+        output=one("attn_output"),
+        post_attention_norm=one("post_attention_norm"),
+        ffn_norm=one("ffn_norm"),
+        gate_up=gate_up,
+        down=one("ffn_down"),
+        post_ffw_norm=one("post_ffw_norm"),
+    )

@@ -1,0 +1,246 @@
+"""Live KV caches on the device: rows in, rows out, in an order that depends on position alone.
+
+Invariants
+
+(I1) Rows are head-major, (1, kv_heads, tokens, head_dim), and rounded to the KV dtype before any
+     attention reads them.
+(I2) What attention sees of a layer depends on positions and configuration alone: a full layer gets
+     a slice of exactly the rows in use; a sliding layer gets, in prefill, the last ``window - 1``
+     rows and the chunk in temporal order, and in decode a ring whose slot is ``position % window``.
+(I3) A slot that was never written is zero, never uninitialised.
+
+Pinned thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+Array = Any  # mlx.core.array; MLX ships no usable stubs for it
+KEYS, VALUES = 0, 1  # which of the two an operation is about
+GROWTH_TOKENS = 1024  # a linear buffer grows in such steps: few copies, little waste
+
+
+class RowError(Exception):
+    """Rows that do not continue what the cache holds; the message gives found and expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Keys and values for one attention call.
+
+    keys, values  (1, kv_heads, n, head_dim) in the KV dtype
+    first         position of row 0, or -1 in a ring
+    """
+
+    keys: Array
+    values: Array
+    first: int
+
+
+class LayerCache(Protocol):
+    """The cache of one layer that owns K and V."""
+
+    @property
+    def length(self) -> int:
+        """Tokens whose K and V are both in place."""
+
+    def prefill(self, keys: Array, values: Array) -> Rows:
+        """Add the rows of a chunk and return what its queries attend to."""
+
+    def decode(self, keys: Array, values: Array) -> Rows:
+        """Add the rows of one token and return what its query attends to."""
+
+    def take(self, which: int, first: int, tokens: int) -> Array:
+        """Return rows ``[first, first + tokens)``, (kv_heads, tokens, head_dim), contiguous."""
+
+    def put(self, which: int, first: int, rows: Array) -> None:
+        """Add restored rows (kv_heads, tokens, head_dim) behind those that are there."""
+
+    def arrays(self) -> list[Array]:
+        """Return the device arrays, for evaluation."""
+
+
+class LinearCache:
+    """All rows of a full-attention layer in one buffer that grows; lengths of K and V apart."""
+
+    def __init__(self, kv_heads: int, head_dim: int, dtype: Any) -> None:
+        self._shape, self._dtype = (kv_heads, head_dim), dtype
+        # mutable state, changed only in _write
+        self._buffers: list[Array | None] = [None, None]
+        self._lengths = [0, 0]
+
+    @property
+    def length(self) -> int:
+        return min(self._lengths)
+
+    def prefill(self, keys: Array, values: Array) -> Rows:
+        self._write(0, self._lengths[0], keys.astype(self._dtype))
+        self._write(1, self._lengths[1], values.astype(self._dtype))
+        end = self._lengths[0]
+        both = [buffer[:, :, :end, :] for buffer in self._buffers if buffer is not None]
+        return Rows(both[0], both[1], 0)
+
+    def decode(self, keys: Array, values: Array) -> Rows:
+        return self.prefill(keys, values)
+
+    def take(self, which: int, first: int, tokens: int) -> Array:
+        buffer = self._buffers[which]
+        if buffer is None or first < 0 or first + tokens > self._lengths[which]:
+            end = self._lengths[which]
+            raise RowError(f"found rows 0 to {end}, expected {first} to {first + tokens}")
+        return mx.contiguous(buffer[0, :, first : first + tokens, :])
+
+    def put(self, which: int, first: int, rows: Array) -> None:
+        if first != self._lengths[which]:
+            raise RowError(f"found rows from {first} on, expected {self._lengths[which]}")
+        self._write(which, first, rows[None])
+
+    def arrays(self) -> list[Array]:
+        return [buffer for buffer in self._buffers if buffer is not None]
+
+    def _write(self, which: int, first: int, rows: Array) -> None:
+        end = first + rows.shape[2]
+        buffer = self._buffers[which]
+        capacity = 0 if buffer is None else buffer.shape[2]
+        if end > capacity:
+            more = -(-(end - capacity) // GROWTH_TOKENS) * GROWTH_TOKENS
+            heads, dim = self._shape
+            zeros = mx.zeros((1, heads, more, dim), dtype=self._dtype)
+            buffer = zeros if buffer is None else mx.concatenate([buffer, zeros], axis=2)
+        assert buffer is not None
+        buffer[:, :, first:end, :] = rows
+        self._buffers[which] = buffer
+        self._lengths[which] = end
+
+
+class WindowCache:
+    """The last rows of a sliding layer.
+
+    While prompts are read the rows lie in temporal order: the window before the last chunk and the
+    chunk itself, so that every block of the chunk can still be taken.  The first decode turns the
+    last ``window`` of them into a ring.
+    """
+
+    def __init__(self, window: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
+        self._window, self._dtype = window, dtype
+        self._shape = (1, kv_heads, window, head_dim)
+        # mutable state, changed only in prefill, decode and put
+        self._rows: list[Array | None] = [None, None]  # temporal order
+        self._first = [0, 0]  # position of row 0
+        self._ring: list[Array] = []
+        self._length = 0  # once a ring
+
+    @property
+    def length(self) -> int:
+        return self._length if self._ring else min(self._end(0), self._end(1))
+
+    def prefill(self, keys: Array, values: Array) -> Rows:
+        if self._ring:
+            raise RowError("found a prefill, expected decode steps only after the first one")
+        both = [
+            self._extend(which, rows.astype(self._dtype))
+            for which, rows in ((0, keys), (1, values))
+        ]
+        return Rows(both[0], both[1], self._first[0])
+
+    def decode(self, keys: Array, values: Array) -> Rows:
+        if not self._ring:
+            self._length = self.length
+            self._ring = [self._to_ring(0), self._to_ring(1)]
+            self._rows = [None, None]
+        slot, used = self._length % self._window, min(self._length + 1, self._window)
+        for which, rows in ((0, keys), (1, values)):
+            ring = self._ring[which]
+            ring[:, :, slot : slot + 1, :] = rows.astype(self._dtype)
+            self._ring[which] = ring
+        self._length += 1
+        if used == self._window:
+            return Rows(self._ring[0], self._ring[1], -1)
+        return Rows(self._ring[0][:, :, :used, :], self._ring[1][:, :, :used, :], -1)
+
+    def take(self, which: int, first: int, tokens: int) -> Array:
+        rows, start = self._rows[which], self._first[which]
+        if rows is None or first < start or first + tokens > self._end(which):
+            end = self._end(which)
+            raise RowError(f"found rows {start} to {end}, expected {first} to {first + tokens}")
+        return mx.contiguous(rows[0, :, first - start : first - start + tokens, :])
+
+    def put(self, which: int, first: int, rows: Array) -> None:
+        found = self._rows[which]
+        if self._ring or (found is not None and first != self._end(which)):
+            raise RowError(f"found rows from {first} on, expected {self._end(which)}")
+        if found is None:
+            self._rows[which], self._first[which] = rows[None], first
+        else:
+            self._rows[which] = mx.concatenate([found, rows[None]], axis=2)
+
+    def arrays(self) -> list[Array]:
+        return list(self._ring) or [rows for rows in self._rows if rows is not None]
+
+    def _end(self, which: int) -> int:
+        rows = self._rows[which]
+        return self._first[which] + (0 if rows is None else int(rows.shape[2]))
+
+    def _extend(self, which: int, chunk: Array) -> Array:
+        """Keep the last ``window - 1`` rows, add the chunk's (I2)."""
+        rows, end = self._rows[which], self._end(which)
+        keep = min(end, self._window - 1)
+        if keep > end - self._first[which]:
+            raise RowError(f"found rows {self._first[which]} to {end}, expected the last {keep}")
+        if rows is not None and keep:
+            chunk = mx.concatenate([rows[:, :, rows.shape[2] - keep :, :], chunk], axis=2)
+        self._rows[which], self._first[which] = chunk, end - keep
+        return chunk
+
+    def _to_ring(self, which: int) -> Array:
+        rows, end = self._rows[which], self._end(which)
+        ring = mx.zeros(self._shape, dtype=self._dtype)
+        if rows is None:
+            return ring
+        # a chunk keeps window - 1 rows before it: a missing one is out of sight by the next token
+        keep = min(end, self._window, int(rows.shape[2]))
+        last = rows[:, :, rows.shape[2] - keep :, :]
+        split = min(keep, self._window - (end - keep) % self._window)
+        slot = (end - keep) % self._window
+        ring[:, :, slot : slot + split, :] = last[:, :, :split, :]
+        if split < keep:
+            ring[:, :, : keep - split, :] = last[:, :, split:, :]
+        return ring
+
+
+class Pass(Protocol):
+    """How one forward pass uses the caches: it adds rows and keeps them for layers that share."""
+
+    def add(self, layer: int, keys: Array, values: Array) -> Rows:
+        """Add the rows of a layer that owns K and V; return what its queries attend to."""
+
+    def shared(self, layer: int) -> Rows:
+        """Return what ``add`` returned for that layer in this pass."""
+
+
+class PrefillPass:
+    """A pass over a chunk."""
+
+    def __init__(self, caches: Mapping[int, LayerCache]) -> None:
+        self._caches = caches
+        self._rows: dict[int, Rows] = {}
+
+    def add(self, layer: int, keys: Array, values: Array) -> Rows:
+        self._rows[layer] = self._caches[layer].prefill(keys, values)
+        return self._rows[layer]
+
+    def shared(self, layer: int) -> Rows:
+        return self._rows[layer]
+
+
+class DecodePass(PrefillPass):
+    """A pass over one token."""
+
+    def add(self, layer: int, keys: Array, values: Array) -> Rows:
+        self._rows[layer] = self._caches[layer].decode(keys, values)
+        return self._rows[layer]

@@ -1,0 +1,261 @@
+"""The model on the pinned thread: weights in, steps run.  Implements ``runtime.steps.Runner``."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+from millpond.codecs.descriptors import LayerType
+from millpond.codecs.messages import SamplingParams, Tensor
+from millpond.runtime.errors import ModelUnreadable, UnsupportedModel
+from millpond.runtime.families.base import Family
+from millpond.runtime.families.gemma3 import Gemma3
+from millpond.runtime.identity import ModelIdentity
+from millpond.runtime.kv.cache import (
+    Array,
+    DecodePass,
+    LayerCache,
+    LinearCache,
+    PrefillPass,
+    RowError,
+    WindowCache,
+)
+from millpond.runtime.kv.layout import KvLayout
+from millpond.runtime.sampling import choose
+from millpond.runtime.steps import (
+    DecodeToken,
+    PrefillChunk,
+    RestorePlanes,
+    Sampled,
+    SnapshotPlanes,
+    Step,
+    StepResult,
+)
+from millpond.runtime.weights import TensorBuilder
+
+_FAMILIES = {"gemma3": Gemma3}
+# What MLX raises for a shape, a dtype or memory that it cannot serve.
+_DEVICE_ERRORS = (RowError, RuntimeError, ValueError)
+
+
+class Model:
+    """A runner over MLX; every method on the pinned thread."""
+
+    def __init__(self, identity: ModelIdentity, layout: KvLayout) -> None:
+        self._identity, self._layout = identity, layout
+        self._config = identity.config
+        self._compute = getattr(mx, identity.numerics.compute_dtype)
+        self._kv_dtype = identity.descriptor.kv_dtype.to_mlx_dtype()
+        # mutable state, changed only in the methods of Runner
+        self._builder = TensorBuilder(self._compute)
+        self._family: Family | None = None
+        self._caches: dict[int, dict[int, LayerCache]] = {}
+        self._seeds: dict[int, int] = {}
+
+    def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
+        """See ``Runner.load_rows``."""
+        self._builder.add(tensor, payload)
+
+    def finish_load(self) -> None:
+        """See ``Runner.finish_load``."""
+        weights = self._builder.finish()
+        family = _FAMILIES.get(self._config.family)
+        if family is None:
+            raise UnsupportedModel(
+                f"architecture: found {self._config.family!r}, "
+                f"supported are {', '.join(sorted(_FAMILIES))}"
+            )
+        try:
+            self._family = family(self._config, weights, self._compute)
+        except KeyError as error:
+            raise ModelUnreadable(f"tensor {error}: found none, expected one") from error
+
+    def run(self, step: Step) -> StepResult:
+        """See ``Runner.run``."""
+        failures: dict[int, str] = {}
+        for sequence_id in step.frees:
+            self._drop(sequence_id)
+        clock = [time.perf_counter()]
+        self._restore(step.restores, failures)
+        clock.append(time.perf_counter())
+        sampled = [self._prefill(chunk, failures) for chunk in step.prefills]
+        clock.append(time.perf_counter())
+        sampled += [self._decode(token, failures) for token in step.decodes]
+        clock.append(time.perf_counter())
+        digests = tuple(self._snapshot(one, failures) for one in step.snapshots)
+        clock.append(time.perf_counter())
+        spent = [1e3 * (after - before) for before, after in pairwise(clock)]
+        return StepResult(
+            sampled=tuple(one for one in sampled if one is not None),
+            snapshot_xxh3=digests,
+            restore_ms=spent[0],
+            prefill_ms=spent[1],
+            decode_ms=spent[2],
+            snapshot_ms=spent[3],
+            failures=failures,
+        )
+
+    def close(self) -> None:
+        """See ``Runner.close``."""
+        self._caches.clear()
+        self._seeds.clear()
+        self._family = None
+
+    # -- sequences
+
+    def _drop(self, sequence_id: int) -> None:
+        self._caches.pop(sequence_id, None)
+        self._seeds.pop(sequence_id, None)
+
+    def _fail(self, sequence_id: int, error: Exception, failures: dict[int, str]) -> None:
+        self._drop(sequence_id)
+        failures.setdefault(sequence_id, f"{type(error).__name__}: {error}")
+
+    def _new_caches(self) -> dict[int, LayerCache]:
+        caches: dict[int, LayerCache] = {}
+        for group in self._layout.groups:
+            for layer in group.layers:
+                shape = (group.kv_heads, group.head_dim, self._kv_dtype)
+                if group.layer_type is LayerType.FULL:
+                    caches[layer] = LinearCache(*shape)
+                else:
+                    caches[layer] = WindowCache(self._config.sliding_window, *shape)
+        return caches
+
+    def _cache_of(self, sequence_id: int, length: int) -> dict[int, LayerCache]:
+        """Return the sequence's caches if every layer holds exactly ``length`` tokens."""
+        caches = self._caches.get(sequence_id)
+        if caches is None:
+            raise RowError(f"found no live cache, expected one with {length} tokens")
+        for layer, cache in caches.items():
+            if cache.length != length:
+                raise RowError(f"layer {layer}: found {cache.length} tokens, expected {length}")
+        return caches
+
+    # -- the parts of a step
+
+    def _restore(self, restores: tuple[RestorePlanes, ...], failures: dict[int, str]) -> None:
+        touched: dict[int, list[Array]] = {}
+        for one in restores:
+            if one.starts_over:
+                self._drop(one.sequence_id)
+                failures.pop(one.sequence_id, None)
+            if one.sequence_id in failures:
+                continue
+            try:
+                caches = self._caches.setdefault(one.sequence_id, self._new_caches())
+                self._put(one, caches)
+            except _DEVICE_ERRORS as error:
+                self._fail(one.sequence_id, error, failures)
+                continue
+            touched[one.sequence_id] = [a for cache in caches.values() for a in cache.arrays()]
+        for sequence_id, arrays in touched.items():
+            if sequence_id in self._caches:
+                mx.eval(arrays)
+
+    def _put(self, one: RestorePlanes, caches: dict[int, LayerCache]) -> None:
+        group = self._layout.groups[one.group]
+        shape = (one.planes, group.kv_heads, one.tokens, group.head_dim)
+        raw = np.frombuffer(one.payload, dtype=np.uint16 if self._is_half else np.float32)
+        planes = raw.reshape(shape)
+        count = len(group.layers)
+        for index in range(one.planes):
+            plane = one.first_plane + index
+            rows = mx.array(planes[index])
+            if self._is_half:
+                rows = rows.view(self._kv_dtype)
+            caches[group.layers[plane % count]].put(plane // count, one.first_token, rows)
+
+    @property
+    def _is_half(self) -> bool:
+        return self._identity.descriptor.kv_dtype.elem_bytes == 2
+
+    def _prefill(self, chunk: PrefillChunk, failures: dict[int, str]) -> Sampled | None:
+        if chunk.sequence_id in failures:
+            return None
+        try:
+            if chunk.first_token == 0:
+                self._drop(chunk.sequence_id)
+                self._caches[chunk.sequence_id] = self._new_caches()
+            caches = self._cache_of(chunk.sequence_id, chunk.first_token)
+            ids = mx.array(np.frombuffer(chunk.token_ids, dtype="<u4"))
+            hidden = self._ready.forward(ids, PrefillPass(caches), chunk.first_token)
+            arrays = [a for cache in caches.values() for a in cache.arrays()]
+            if chunk.sample is None:
+                mx.eval(arrays)
+                return None
+            return self._sample(chunk.sequence_id, hidden[-1:], (chunk.sample, 0), arrays)
+        except _DEVICE_ERRORS as error:
+            self._fail(chunk.sequence_id, error, failures)
+            return None
+
+    def _decode(self, token: DecodeToken, failures: dict[int, str]) -> Sampled | None:
+        if token.sequence_id in failures:
+            return None
+        try:
+            caches = self._cache_of(token.sequence_id, token.position)
+            ids = mx.array([token.token_id], dtype=mx.uint32)
+            hidden = self._ready.forward(ids, DecodePass(caches), token.position)
+            arrays = [a for cache in caches.values() for a in cache.arrays()]
+            return self._sample(token.sequence_id, hidden, (token.sample, token.step), arrays)
+        except _DEVICE_ERRORS as error:
+            self._fail(token.sequence_id, error, failures)
+            return None
+
+    @property
+    def _ready(self) -> Family:
+        if self._family is None:
+            raise RuntimeError("found a step before the weights were loaded")
+        return self._family
+
+    def _sample(
+        self, sequence_id: int, hidden: Array, how: tuple[SamplingParams, int], arrays: list[Array]
+    ) -> Sampled:
+        sampling, step = how
+        logits = self._ready.logits(hidden)[0]
+        suppressed = self._config.suppress_tokens
+        if suppressed:
+            logits[mx.array(suppressed)] = -math.inf
+        chosen = choose(logits, sampling, self._seed_of(sequence_id, sampling), step)
+        mx.eval(chosen, logits, arrays)
+        digest = xxhash.xxh3_128_digest(memoryview(logits)) if sampling.digest_logits else b""
+        return Sampled(sequence_id, int(chosen.item()), digest)
+
+    def _seed_of(self, sequence_id: int, sampling: SamplingParams) -> int:
+        if sampling.seed is not None:
+            return sampling.seed
+        return self._seeds.setdefault(sequence_id, secrets.randbits(63))
+
+    def _snapshot(self, one: SnapshotPlanes, failures: dict[int, str]) -> bytes:
+        """Copy planes out; returns the payload's xxh3-128, empty if the sequence failed."""
+        if one.sequence_id in failures:
+            return b""
+        try:
+            caches = self._caches[one.sequence_id]
+            group = self._layout.groups[one.group]
+            count = len(group.layers)
+            planes = [
+                caches[group.layers[plane % count]].take(
+                    plane // count, one.first_token, one.tokens
+                )
+                for plane in range(one.first_plane, one.first_plane + one.planes)
+            ]
+            if self._is_half:
+                planes = [plane.view(mx.uint16) for plane in planes]
+            mx.eval(planes)
+        except (KeyError, *_DEVICE_ERRORS) as error:
+            self._fail(one.sequence_id, error, failures)
+            return b""
+        shape = (one.planes, *planes[0].shape)
+        target: Any = np.frombuffer(
+            one.payload, dtype=np.uint16 if self._is_half else np.float32
+        ).reshape(shape)
+        for index, plane in enumerate(planes):
+            np.copyto(target[index], np.array(plane, copy=False))
+        return xxhash.xxh3_128_digest(one.payload)
