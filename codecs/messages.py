@@ -110,7 +110,13 @@ class Restore(Descriptor, frozen=True, tag="restore"):
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a restore did: files, their whole sizes, milliseconds, and misses by reason."""
+    """What a restore did.
+
+    blocks      files read and verified
+    bytes       their whole sizes
+    restore_ms  time from the request's arrival at the store to its Admit
+    misses      count of misses by reason
+    """
 
     blocks: Count = 0
     bytes: Count = 0

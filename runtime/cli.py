@@ -6,9 +6,9 @@ command needs is imported when it runs, so that ``--help`` and a bad flag answer
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 
 from millpond.runtime.cli_arguments import UsageError, parse_arguments
 from millpond.runtime.cli_terminal import OutputClosed, Terminal
@@ -28,9 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         terminal.show_log(options.log_level)
-        module = importlib.import_module(options.module)
-        run: Callable[..., int] = module.run
-        return run(options, terminal)
+        return _run(options, terminal)
     except (UsageError, ConfigError) as error:
         terminal.say(f"millpond: {error}")
         return USAGE
@@ -43,3 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _run(options: Namespace, terminal: Terminal) -> int:
+    match options.command:
+        case "generate":
+            from millpond.runtime import cli_generate
+
+            return cli_generate.run(options, terminal)
+        case "inspect":
+            from millpond.runtime import cli_inspect
+
+            return cli_inspect.run(options, terminal)
+        case "tokenize":
+            from millpond.runtime import cli_tokenize
+
+            return cli_tokenize.run(options, terminal)
+        case _:
+            from millpond.runtime import cli_cache
+
+            return cli_cache.run(options, terminal)

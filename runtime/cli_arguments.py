@@ -39,7 +39,7 @@ class UsageError(Exception):
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    """Return the options of one command: its flags, and ``module``, the module that runs it.
+    """Return the options of one command: its flags, and ``command``, its name.
 
     Raises UsageError; SystemExit after ``--help`` and ``--version``.
     """
@@ -104,7 +104,7 @@ _real.__name__ = "number"  # argparse says "invalid number value"
 Commands = argparse._SubParsersAction  # the only name that argparse has for it
 
 
-def _add_command(commands: Commands[_Parser], name: str, text: str, module: str) -> _Parser:
+def _add_command(commands: Commands[_Parser], name: str, text: str) -> _Parser:
     """Add a command; the default of its flags is to be absent, so that structs keep theirs."""
     parser = commands.add_parser(
         name,
@@ -113,7 +113,7 @@ def _add_command(commands: Commands[_Parser], name: str, text: str, module: str)
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.set_defaults(module=f"millpond.runtime.{module}", json=False)
+    parser.set_defaults(command=name, json=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "-v",
@@ -127,7 +127,7 @@ def _add_command(commands: Commands[_Parser], name: str, text: str, module: str)
 
 
 def _add_generate(commands: Commands[_Parser]) -> None:
-    parser = _add_command(commands, "generate", "complete one prompt", "cli_generate")
+    parser = _add_command(commands, "generate", "complete one prompt")
     parser.set_defaults(backend="asyncio")
     parser.add_argument("--model", required=True, metavar="GGUF", help="model file")
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -203,13 +203,13 @@ def model_of(options: Namespace) -> str:
 
 
 def _add_inspect(commands: Commands[_Parser]) -> None:
-    parser = _add_command(commands, "inspect", "show what a model file holds", "cli_inspect")
+    parser = _add_command(commands, "inspect", "show what a model file holds")
     _add_model(parser)
     _add_repo_and_kv(parser)
 
 
 def _add_tokenize(commands: Commands[_Parser]) -> None:
-    parser = _add_command(commands, "tokenize", "turn text on stdin into ids", "cli_tokenize")
+    parser = _add_command(commands, "tokenize", "turn text on stdin into ids")
     parser.set_defaults(special=False, bos=False)
     _add_model(parser)
     parser.add_argument("--special", action="store_true", help="control tokens in the text count")
@@ -226,7 +226,7 @@ def _add_cache(commands: Commands[_Parser]) -> None:
     parsers = cache.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    parser = _add_command(parsers, "ls", "list what a spill root holds", "cli_cache")
+    parser = _add_command(parsers, "ls", "list what a spill root holds")
     parser.add_argument(
         "--spill-root", metavar="DIR", help="default $XDG_CACHE_HOME/millpond/spill"
     )
