@@ -253,7 +253,9 @@ def synthetic() -> list[bytes]:
         "tokenizer.ggml.scores": np.zeros(2, np.float32),
     }
     square = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-    model = {f"blk.0.{name}.weight": np.ones((8, 8), np.float32) for name in square}
+    model: dict[str, np.ndarray] = {
+        f"blk.0.{name}.weight": np.ones((8, 8), np.float32) for name in square
+    }
     model |= {f"blk.0.{name}.weight": np.ones(8, np.float32) for name in ("attn_norm", "ffn_norm")}
     model |= {"output_norm.weight": np.ones(8, np.float32)}
     model |= {"token_embd.weight": np.ones((2, 8), np.float32)}

@@ -1,0 +1,61 @@
+"""Everything that must hold before a change is good: lint, types, the wheel, the tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from environment import ROOT, SetupFailed, base_extras, demo_model, prepare, tell
+
+MUST_SHIP = (
+    "millpond/py.typed",
+    "millpond/actors/engine.py",
+    "millpond/codecs/messages.py",
+    "millpond/runtime/api.py",
+    "millpond/runtime/kv/layout.py",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the script; return its exit code.  The last line is pytest's, if it came that far."""
+    try:
+        python = prepare([*base_extras(), "test"])
+        demo_model(python)
+        _step("lint and types", [str(ROOT / "scripts" / "check")], python)
+        _check_wheel(python)
+    except SetupFailed as error:
+        tell(f"test: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    tell("tests")
+    pytest = [str(python), "-P", "-m", "pytest", "-m", "not soak", *arguments]
+    return subprocess.run(pytest, cwd=ROOT, check=False).returncode
+
+
+def _step(name: str, command: list[str], python: Path) -> None:
+    tell(name)
+    environment = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    if done.returncode:
+        raise SetupFailed(f"{name}: exit code {done.returncode}")
+
+
+def _check_wheel(python: Path) -> None:
+    """Build the wheel and look for what it must hold: it is made through links."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        _step("the wheel", [*pip, "wheel", ".", "--no-deps", "--wheel-dir", folder], python)
+        (wheel,) = Path(folder).glob("millpond-*.whl")
+        names = set(zipfile.ZipFile(wheel).namelist())
+    missing = [name for name in MUST_SHIP if name not in names]
+    if missing:
+        raise SetupFailed(f"the wheel lacks {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
