@@ -17,6 +17,7 @@ Hash32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Hash16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+StopText = Annotated[str, msgspec.Meta(min_length=1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 MissReason = Literal["absent", "incomplete_group", "corrupt", "io_error", "mismatch"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -42,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
+    stop: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=16)] = ()
     ignore_eos: bool = False
     digest_logits: bool = False
 
