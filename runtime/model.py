@@ -16,6 +16,8 @@ from millpond.codecs.messages import SamplingParams, Tensor
 from millpond.runtime.errors import ModelUnreadable, UnsupportedModel
 from millpond.runtime.families.base import Family
 from millpond.runtime.families.gemma3 import Gemma3
+from millpond.runtime.families.gemma4 import Gemma4
+from millpond.runtime.families.llama import Llama
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.cache import (
     Array,
@@ -39,7 +41,7 @@ from millpond.runtime.steps import (
 )
 from millpond.runtime.weights import TensorBuilder
 
-_FAMILIES = {"gemma3": Gemma3}
+_FAMILIES = {"gemma3": Gemma3, "gemma4": Gemma4, "llama": Llama}
 # What MLX raises for a shape, a dtype or memory that it cannot serve.
 _DEVICE_ERRORS = (RowError, RuntimeError, ValueError)
 

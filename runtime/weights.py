@@ -16,6 +16,7 @@ from millpond.runtime.kv.cache import Array
 
 _PLAIN = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 _VECTOR_DIMS = 1
+_KEPT_IN_FLOAT32 = frozenset({"rope_freqs.weight"})
 
 
 @dataclass(slots=True)
@@ -33,8 +34,8 @@ class _Open:
 class TensorBuilder:
     """Collects row ranges and makes one device tensor of each.
 
-    A matrix becomes ``Dense`` or ``Packed``, a vector a plain array.  Dense values are held in the
-    compute dtype; norms and other vectors stay float32.
+    A matrix becomes ``Dense`` or ``Packed``, a vector a plain array.  Dense values and vectors are
+    held in the compute dtype, what positions are made of in float32.
     """
 
     def __init__(self, compute: Any) -> None:
@@ -81,7 +82,7 @@ class TensorBuilder:
             return Packed(shaped[0], shaped[1], shaped[2], bits, group)
         found = arrays[0].view(mx.bfloat16) if tensor.encoding == "bf16" else arrays[0]
         found = found.reshape(tensor.shape)
-        if len(tensor.shape) > _VECTOR_DIMS:
+        if tensor.name not in _KEPT_IN_FLOAT32:
             found = found.astype(self._compute)
         mx.eval(found)
         return found if len(tensor.shape) == _VECTOR_DIMS else Dense(found)

@@ -109,20 +109,34 @@ def joined(x: Array) -> Array:
     return x.transpose(0, 2, 1, 3).reshape(x.shape[2], -1)
 
 
-def rope(x: Array, layer: LayerConfig, config: ModelConfig, offset: int, freqs: Array) -> Array:
+def rope_divisors(config: ModelConfig, weights: Weights) -> Array | None:
+    """Return base^(2j/dims) · ``rope_freqs`` per pair, float32, or None if no layer uses them.
+
+    A divisor of 1e30 in the file means that the pair is not rotated.
+    """
+    users = [layer for layer in config.layers if layer.use_rope_freqs]
+    if not users:
+        return None
+    exponents = mx.arange(0, users[0].rope_dims, 2, dtype=mx.float32) / users[0].rope_dims
+    return mx.power(users[0].rope_base, exponents) * weights["rope_freqs.weight"]
+
+
+def rope(
+    x: Array, layer: LayerConfig, config: ModelConfig, offset: int, divisors: Array | None
+) -> Array:
     """Rotate (1, heads, n, head_dim) at positions ``offset`` on.
 
-    freqs  per pair, for layers that use ``rope_freqs``: base^(2j/dims) · divisor; else ignored
+    divisors  of ``rope_divisors``, for layers that use them
     """
-    with_freqs = layer.use_rope_freqs
+    with_divisors = layer.use_rope_freqs
     return mx.fast.rope(
         x,
         layer.rope_dims,
         traditional=config.interleaved_rope,
-        base=None if with_freqs else layer.rope_base,
+        base=None if with_divisors else layer.rope_base,
         scale=layer.rope_scale,
         offset=offset,
-        freqs=freqs if with_freqs else None,
+        freqs=divisors if with_divisors else None,
     )
 
 
@@ -150,6 +164,17 @@ def _mask(count: int, rows: Rows, layer: LayerConfig, config: ModelConfig, posit
     query = mx.arange(position, position + count)[:, None]
     key = mx.arange(rows.first, rows.first + used)[None, :]
     return (key <= query) & (query - key < config.sliding_window)
+
+
+def gelu_tanh(x: Array) -> Array:
+    """GELU in its tanh form: 0.5·x·(1 + tanh(sqrt(2/π)·(x + 0.044715·x³)))."""
+    return 0.5 * x * (1 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def soft_capped(logits: Array, cap: float) -> Array:
+    """Return float32 logits, c·tanh(x/c) if there is a cap c."""
+    found = logits.astype(mx.float32)
+    return mx.tanh(found / cap) * cap if cap else found
 
 
 class Family(Protocol):

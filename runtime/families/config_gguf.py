@@ -46,9 +46,7 @@ def model_config(metadata: Mapping[str, object], shapes: Shapes) -> ModelConfig:
     """
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        raise ModelUnreadable(
-            f"general.architecture: found {brief(architecture)}, expected a name"
-        )
+        raise ModelUnreadable(f"general.architecture: found {brief(architecture)}, expected a name")
     build = _BUILDERS.get(architecture)
     if build is None:
         served = ", ".join(_BUILDERS)

@@ -15,9 +15,11 @@ from millpond.runtime.families.base import (
     Weights,
     attend,
     embedding_rows,
+    gelu_tanh,
     heads,
     joined,
     rope,
+    soft_capped,
     stacked,
 )
 from millpond.runtime.families.config import LayerConfig, ModelConfig
@@ -47,7 +49,6 @@ class Gemma3:
         self._embedding: Any = weights["token_embd.weight"]
         self._head: Any = weights.get("output.weight", self._embedding)
         self._norm = weights["output_norm.weight"]
-        self._no_freqs = mx.array([], dtype=mx.float32)
         self._layers = [
             _layer(layer, f"blk.{index}.", weights) for index, layer in enumerate(config.layers)
         ]
@@ -68,9 +69,7 @@ class Gemma3:
 
     def logits(self, hidden: Array) -> Array:
         """See ``Family.logits``."""
-        found = self._head(hidden).astype(mx.float32)
-        cap = self._config.logit_softcap
-        return mx.tanh(found / cap) * cap if cap else found
+        return soft_capped(self._head(hidden), self._config.logit_softcap)
 
     def _norm_of(self, x: Array, weight: Array) -> Array:
         return mx.fast.rms_norm(x, weight, self._config.norm_eps)
@@ -81,19 +80,14 @@ class Gemma3:
         q, k, v = mx.split(layer.qkv(x), split, axis=-1)
         queries = self._norm_of(heads(q, config.heads, dim), layer.q_norm)
         keys = self._norm_of(heads(k, kv_heads, dim), layer.k_norm)
-        queries = rope(queries, layer.config, config, first, self._no_freqs)
-        keys = rope(keys, layer.config, config, first, self._no_freqs)
+        queries = rope(queries, layer.config, config, first, None)
+        keys = rope(keys, layer.config, config, first, None)
         return queries, keys, heads(v, kv_heads, dim)
 
 
 def _mlp(layer: _Layer, x: Array) -> Array:
     gate, up = mx.split(layer.gate_up(x), 2, axis=-1)
     return layer.down(gelu_tanh(gate) * up)
-
-
-def gelu_tanh(x: Array) -> Array:
-    """GELU in its tanh form: 0.5·x·(1 + tanh(sqrt(2/π)·(x + 0.044715·x³)))."""
-    return 0.5 * x * (1 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
 def _layer(config: LayerConfig, prefix: str, weights: Weights) -> _Layer:
