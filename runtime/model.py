@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,8 @@ import xxhash
 from millpond.codecs.descriptors import LayerType
 from millpond.codecs.messages import SamplingParams, Tensor
 from millpond.runtime.errors import ModelUnreadable, UnsupportedModel
-from millpond.runtime.families.base import Family
+from millpond.runtime.families.base import Family, Weights
+from millpond.runtime.families.config import ModelConfig
 from millpond.runtime.families.gemma3 import Gemma3
 from millpond.runtime.families.gemma4 import Gemma4
 from millpond.runtime.families.llama import Llama
@@ -41,7 +43,11 @@ from millpond.runtime.steps import (
 )
 from millpond.runtime.weights import TensorBuilder
 
-_FAMILIES = {"gemma3": Gemma3, "gemma4": Gemma4, "llama": Llama}
+_FAMILIES: dict[str, Callable[[ModelConfig, Weights, Any], Family]] = {
+    "gemma3": Gemma3,
+    "gemma4": Gemma4,
+    "llama": Llama,
+}
 # What MLX raises for a shape, a dtype or memory that it cannot serve.
 _DEVICE_ERRORS = (RowError, RuntimeError, ValueError)
 

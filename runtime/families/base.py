@@ -64,7 +64,7 @@ class Packed:
         )
 
 
-Weights = Mapping[str, Dense | Packed | Array]
+Weights = Mapping[str, Any]  # Dense or Packed matrices, plain vectors
 
 
 def stacked(weights: Weights, names: Sequence[str]) -> Linear:
@@ -145,7 +145,8 @@ def attend(
 ) -> Array:
     """Softmax attention of queries at positions ``position`` on; GQA by head h // (H/K).
 
-    A key at position k is visible to a query at p iff k <= p and, in sliding layers, p - k < window.
+    A key at position k is visible to a query at p iff k <= p and, in sliding layers,
+    p - k < window.
     """
     count = queries.shape[2]
     keys, values = rows.keys.astype(queries.dtype), rows.values.astype(queries.dtype)

@@ -93,7 +93,8 @@ class Gemma4:
         shape, config = layer.config, self._config
         width, kv_width = config.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         cuts = [width, width + kv_width][: layer.parts - 1]
-        found = mx.split(layer.projections(x), cuts, axis=-1) if cuts else [layer.projections(x)]
+        projected = layer.projections(x)
+        found: list[Array] = list(mx.split(projected, cuts, axis=-1)) if cuts else [projected]
         queries = self._norm(heads(found[0], config.heads, shape.head_dim), layer["attn_q_norm"])
         queries = rope(queries, shape, config, first, self._divisors)
         rows = (
