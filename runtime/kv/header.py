@@ -1,0 +1,188 @@
+"""The header of a block file: its one canonical form, written and compared byte for byte.  Pure.
+
+A block file is a safetensors file:
+
+    u64 little-endian   n, the length of the JSON text
+    n bytes             JSON, padded with spaces
+    payload             k, then v: (layers, kv_heads, tokens, head_dim) each
+
+Invariants
+
+(I1) Everything in a header is known before the file is read, except the 32 checksum digits; so a
+     header is valid only if it equals its canonical form in every other byte.
+(I2) Every header of one group has the same length, a multiple of 64: the payload is aligned and
+     the files of a group have one size.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import dataclass
+
+from millpond.runtime.errors import BlockError
+from millpond.runtime.kv.layout import LayerGroup
+
+FORMAT = "millpond-kv-1"
+VERSION_FOLDER = "v1"
+SUFFIX = ".safetensors"
+ALIGNMENT = 64
+PEEK_BYTES = 768  # what is needed to tell whose block a file is
+_POSITION_DIGITS = 20
+_CHECKSUM_DIGITS = 32
+_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+_PEEK = re.compile(
+    rb'\{"__metadata__":\{"format":"(?P<format>[^"\\]{1,64})","chain_hash":"(?P<hash>[0-9a-f]{64})",'
+    rb'"parent":"(?P<parent>[0-9a-f]{64})","first_token":"(?P<first>[0-9]{1,20})",'
+    rb'"group":"(?P<group>[^"\\]{1,64})","fingerprint":"(?P<fingerprint>[0-9a-f]{64})",'
+    rb'"guard":"(?P<guard>[0-9a-f]{64})",'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIdentity:
+    """Everything that a block file must say of itself.
+
+    fingerprint, guard  32 bytes each, of the model
+    group, block_tokens the shape
+    first_token         position of the block's first token
+    chain_hash, parent  32 bytes each
+    token_ids           the block's ids, little-endian u32
+    """
+
+    fingerprint: bytes
+    guard: bytes
+    group: LayerGroup
+    block_tokens: int
+    first_token: int
+    chain_hash: bytes
+    parent: bytes
+    token_ids: bytes
+
+    @property
+    def path(self) -> str:
+        """Path of the file under the root."""
+        folder = group_folder(self.fingerprint, self.group.name)
+        return block_path(folder, self.chain_hash)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length of the payload."""
+        return self.group.block_bytes(self.block_tokens)
+
+    def header(self, payload_xxh3: bytes) -> bytes:
+        """Return the canonical header, its length field included, for a payload's xxh3-128."""
+        text = self._json(payload_xxh3.hex(), f"{self.first_token}")
+        return _padded(text, self.header_bytes())
+
+    def header_bytes(self) -> int:
+        """Length of the header, its length field included; one for the whole group (I2)."""
+        widest = self._json("0" * _CHECKSUM_DIGITS, "9" * _POSITION_DIGITS)
+        return -(-(8 + len(widest)) // ALIGNMENT) * ALIGNMENT
+
+    def check_header(self, found: bytes) -> bytes:
+        """Return the payload checksum that a header names.
+
+        Raises BlockError: ``mismatch`` if it is the whole header of another block, ``corrupt``
+        if it is none at all.
+        """
+        expected = self.header(bytes(16))
+        place = expected.index(b'"payload_xxh3_128":"') + len(b'"payload_xxh3_128":"')
+        digits = found[place : place + _CHECKSUM_DIGITS]
+        if re.fullmatch(rb"[0-9a-f]{32}", digits):
+            checksum = bytes.fromhex(digits.decode())
+            if found == self.header(checksum):
+                return checksum
+        raise _other_block(found, expected)
+
+    def _json(self, checksum: str, first_token: str) -> bytes:
+        group, half = self.group, self.payload_bytes // 2
+        shape = [len(group.layers), group.kv_heads, self.block_tokens, group.head_dim]
+        dtype = _DTYPES[group.dtype.value]
+        metadata = {
+            "format": FORMAT,
+            "chain_hash": self.chain_hash.hex(),
+            "parent": self.parent.hex(),
+            "first_token": first_token,
+            "group": group.name,
+            "fingerprint": self.fingerprint.hex(),
+            "guard": self.guard.hex(),
+            "payload_xxh3_128": checksum,
+            "token_ids": base64.b64encode(self.token_ids).decode(),
+        }
+        head = {
+            "__metadata__": metadata,
+            "k": {"dtype": dtype, "shape": shape, "data_offsets": [0, half]},
+            "v": {"dtype": dtype, "shape": shape, "data_offsets": [half, 2 * half]},
+        }
+        return json.dumps(head, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """What the start of a block file says; nothing of it is verified."""
+
+    chain_hash: bytes
+    parent: bytes
+    first_token: int
+    group: str
+    fingerprint: bytes
+    guard: bytes
+
+
+def group_folder(fingerprint: bytes, group_name: str) -> str:
+    """Return the folder of one model's group under the root."""
+    return f"{VERSION_FOLDER}/{fingerprint.hex()[:16]}/{group_name}"
+
+
+def block_path(folder: str, chain_hash: bytes) -> str:
+    """Return the path of a block in its group's folder."""
+    name = chain_hash.hex()
+    return f"{folder}/{name[:2]}/{name}{SUFFIX}"
+
+
+def peek(start: bytes) -> Peek:
+    """Read whose block a file is from its first ``PEEK_BYTES``.
+
+    Raises BlockError (``corrupt``) if it does not start as a header of this format does.
+    """
+    match = _PEEK.match(start, 8)
+    if match is None or match["format"] != FORMAT.encode():
+        raise BlockError("header: found other bytes than the start of a block file")
+    return Peek(
+        chain_hash=bytes.fromhex(match["hash"].decode()),
+        parent=bytes.fromhex(match["parent"].decode()),
+        first_token=int(match["first"]),
+        group=match["group"].decode(),
+        fingerprint=bytes.fromhex(match["fingerprint"].decode()),
+        guard=bytes.fromhex(match["guard"].decode()),
+    )
+
+
+def _padded(text: bytes, size: int) -> bytes:
+    length = size - 8
+    assert len(text) <= length, "the widest header of the group sets the size"
+    return length.to_bytes(8, "little") + text + b" " * (length - len(text))
+
+
+def _other_block(found: bytes, expected: bytes) -> BlockError:
+    """Tell a whole header of another block from bytes that are no header."""
+    if len(found) < len(expected):
+        return BlockError(f"header: found {len(found)} bytes, expected {len(expected)}")
+    try:
+        metadata = json.loads(found[8:])["__metadata__"]
+        wanted = json.loads(expected[8:])["__metadata__"]
+        names = [name for name in wanted if metadata[name] != wanted[name]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return BlockError("header: found other bytes than the canonical ones")
+    names = [name for name in names if name != "payload_xxh3_128"]
+    if not names or _padded_again(found) != found:
+        return BlockError("header: found other bytes than the canonical ones")
+    return BlockError(f"header: found another {names[0]} than expected", reason="mismatch")
+
+
+def _padded_again(found: bytes) -> bytes:
+    """Write a header's JSON again in our own form."""
+    text = json.dumps(json.loads(found[8:]), separators=(",", ":")).encode()
+    return (len(found) - 8).to_bytes(8, "little") + text.ljust(len(found) - 8)
