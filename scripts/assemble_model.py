@@ -3,7 +3,7 @@
 usage: assemble_model.py OUT
 
 OUT appears whole or not at all.  A file that is there already is verified, and replaced if it is
-another one.
+another one.  The model is Gemma 3 270M; the Gemma Terms of Use apply to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-TERMS = "Gemma 3 270M: the Gemma Terms of Use apply to this model (ai.google.dev/gemma/terms)"
 
 
 def sha256_of(path: Path) -> str:
@@ -47,10 +46,8 @@ def main(arguments: list[str]) -> int:
         print("usage: assemble_model.py OUT", file=sys.stderr)
         return 2
     out = Path(arguments[0])
-    print(TERMS)
     if sha256_of(out) == SHA256:
         return 0
-    print(f"assembling {out}")
     try:
         assemble(out)
     except (ImportError, OSError, ValueError) as error:

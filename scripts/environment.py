@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "gemma3-270m.gguf"
+TERMS = "the demo model is Gemma 3 270M; the Gemma Terms of Use apply (ai.google.dev/gemma/terms)"
 # Succeeds if this environment has a millpond, and it is the one of this checkout.
 _IS_OURS = (
     "import pathlib, sys, millpond;"
@@ -61,6 +62,7 @@ def base_extras(device: str = "cpu") -> list[str]:
 
 def demo_model(python: Path) -> Path:
     """Return the path of the demo model, assembled and verified.  Raises SetupFailed."""
+    tell(TERMS)
     _run([str(python), str(ROOT / "scripts" / "assemble_model.py"), str(MODEL)], "assemble_model")
     return MODEL
 
@@ -81,9 +83,12 @@ def _runs(python: Path, *arguments: str) -> bool:
 
 
 def _run(command: Sequence[str], name: str) -> None:
-    """Run a command from the checkout; what it prints goes to stderr."""
-    done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
+    """Run a command from the checkout; what it prints is shown if it fails."""
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
     if done.returncode:
+        tell(done.stdout.decode(errors="replace").rstrip())
         raise SetupFailed(f"{name} failed with exit code {done.returncode}; its output is above")
 
 
