@@ -110,6 +110,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in msgspec.structs.asdict(found.limits):
             if getattr(found.limits, name) < 0:
                 raise ConfigError(f"limits.{name}: found a negative number, expected 0 or more")
+        if found.spill_root == "":
+            raise ConfigError("spill_root: found no text, expected the path of a folder")
         parse_bytes(found.spill_bytes_max, total=1)
         return found
 
