@@ -46,18 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: Namespace, terminal: Terminal) -> int:
     match options.command:
         case "generate":
-            from millpond.runtime import cli_generate
+            from millpond.runtime.cli_generate import run as generate
 
-            return cli_generate.run(options, terminal)
+            return generate(options, terminal)
         case "inspect":
-            from millpond.runtime import cli_inspect
+            from millpond.runtime.cli_inspect import run as inspect
 
-            return cli_inspect.run(options, terminal)
+            return inspect(options, terminal)
         case "tokenize":
-            from millpond.runtime import cli_tokenize
+            from millpond.runtime.cli_tokenize import run as tokenize
 
-            return cli_tokenize.run(options, terminal)
+            return tokenize(options, terminal)
         case _:
-            from millpond.runtime import cli_cache
+            from millpond.runtime.cli_cache import run as cache
 
-            return cli_cache.run(options, terminal)
+            return cache(options, terminal)
