@@ -258,6 +258,35 @@ def test_a_signal_ends_the_request_in_order(
     assert capfd.readouterr().out == ""
 
 
+STUBBORN = """
+import anyio
+from millpond.runtime.cli_signals import until_signalled
+
+async def work():
+    print("ready", flush=True)
+    try:
+        await anyio.sleep_forever()
+    finally:
+        with anyio.CancelScope(shield=True):
+            print("closing", flush=True)
+            await anyio.sleep_forever()
+
+anyio.run(until_signalled, work, backend="BACKEND")
+"""
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_second_signal_ends_the_process(backend: str) -> None:
+    script = [sys.executable, "-c", STUBBORN.replace("BACKEND", backend)]
+    with subprocess.Popen(script, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"ready\n"
+        running.send_signal(signal.SIGTERM)
+        assert running.stdout.readline() == b"closing\n"
+        running.send_signal(signal.SIGTERM)
+    assert running.returncode == -signal.SIGTERM
+
+
 # -- bad prompts
 
 
