@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from millpond.runtime.kv.index import Block, Shelf
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
@@ -64,6 +65,20 @@ class Shelves:
             return ()
         groups = self._layout.full_groups
         return tuple(self.of[group.index].blocks[chain[end - 1]] for group in groups)
+
+    def has_elsewhere(self, group: LayerGroup, chain_hash: bytes) -> bool:
+        """True iff another group than this one has that block."""
+        others = (shelf for index, shelf in self.of.items() if index != group.index)
+        return any(chain_hash in shelf.blocks for shelf in others)
+
+    def why_not_more(
+        self, chain: Sequence[bytes], boundary: int
+    ) -> Literal["absent", "incomplete_group"]:
+        """Return why a hit ends at ``boundary``: the next one has no block, or not all groups."""
+        layout = self._layout
+        last = chain[(boundary + layout.chunk_tokens) // layout.block_tokens - 1]
+        there = any(last in shelf.blocks for shelf in self.of.values())
+        return "incomplete_group" if there else "absent"
 
     def full_from_block(self, chain: Sequence[bytes]) -> int:
         """Return the first block that some full group lacks."""

@@ -11,20 +11,23 @@ Invariants
 (I4) After a write failed, spilling is off (``problem`` says why) until a probe succeeds; reading
      goes on.
 
-Used on the event loop; what runs on a disk thread is passed to the caller's ``Worker``.
+Used on the event loop; what runs on a disk thread is passed to the caller's ``Worker``, the same
+one for all houses of the root.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Literal
 
+from millpond.runtime.config import parse_bytes
 from millpond.runtime.errors import EngineError, SpillFailed
-from millpond.runtime.kv.disk import Disk
+from millpond.runtime.kv.disk import Disk, PosixDisk
 from millpond.runtime.kv.files import (
     Draft,
     discard,
@@ -36,6 +39,7 @@ from millpond.runtime.kv.files import (
 )
 from millpond.runtime.kv.header import block_path
 from millpond.runtime.kv.index import Block, PrefixIndex, Shelf
+from millpond.runtime.kv.removals import Removals
 from millpond.runtime.kv.scan import Progress, scan_root, sweep
 from millpond.runtime.threads import Worker
 
@@ -43,8 +47,8 @@ _log = logging.getLogger(__name__)
 PROBE_S, PROBE_S_MAX = 5.0, 300.0  # first and longest wait before spilling is tried again
 PROBE_BYTES = 2**16
 QUARANTINE_SHARE = 8  # at most this part of the budget lies in quarantine
-REMOVALS_MAX = 64  # files removed in one turn of the disk thread
 ROOM_ROUNDS = 16  # turns to make room for one block, then it is refused
+Refusal = Literal["off", "parent", "full"]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -52,11 +56,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 class RootOptions:
     """Bounds of a root.
 
-    token                 names this writer among all processes; not reused
+    token                 names this writer among all processes, ``[0-9A-Za-z]+``; not reused
     bytes_max             budget for every byte under the root
     free_bytes_min        free space of the file system that is never taken
     quarantine_bytes_max  bytes that bad files may keep
-    stall_s               a file operation longer than this turns spilling off
+    stall_s               a file operation longer than this turns spilling off; None: never
     sync                  durability ``power``
     """
 
@@ -86,15 +90,6 @@ class RootStatistics:
 
 
 @dataclass(slots=True)
-class _Doomed:
-    """A file that waits for its removal; ``gone`` is set on the disk thread."""
-
-    path: str
-    bytes: int
-    gone: bool = False
-
-
-@dataclass(slots=True)
 class _Write:
     """A write in progress; ``published`` is set on the disk thread."""
 
@@ -102,28 +97,20 @@ class _Write:
     published: bool = False
 
 
-@dataclass(slots=True)
-class _Figures:
-    evicted_blocks: int = 0
-    evicted_bytes: int = 0
-    quarantined_blocks: int = 0
-
-
 class SpillRoot:
     """Accountant, evictor and index of one root; made by ``open``."""
 
     def __init__(self, disk: Disk, options: RootOptions) -> None:
         self.disk, self.options = disk, options
-        self.quarantine_bytes_max = min(
-            options.quarantine_bytes_max, options.bytes_max // QUARANTINE_SHARE
-        )
+        limit = min(options.quarantine_bytes_max, options.bytes_max // QUARANTINE_SHARE)
+        self._quarantine_bytes_max = limit
         # mutable state, changed only on the event loop (and in open, before there is one)
         self.index = PrefixIndex()
         self.problem = ""
-        self._reserved = self._other = self._quarantined = 0
-        self._doomed: list[_Doomed] = []
+        self._removals = Removals(disk, limit)
+        self._reserved = self._other = 0
         self._retry_at, self._retry_s = 0.0, PROBE_S
-        self._figures = _Figures()
+        self._evicted_blocks = self._evicted_bytes = self._quarantined_blocks = 0
 
     def __repr__(self) -> str:
         state = self.problem or f"{self.used_bytes / 2**30:.1f} GiB"
@@ -147,8 +134,8 @@ class SpillRoot:
     @property
     def used_bytes(self) -> int:
         """Every byte that counts against the budget (I1)."""
-        doomed = sum(one.bytes for one in self._doomed if not one.gone)
-        return self.index.total_bytes + self._reserved + doomed + self._quarantined + self._other
+        files = self.index.total_bytes + self._reserved + self._removals.bytes
+        return files + self._removals.quarantine_bytes + self._other
 
     def close(self) -> None:
         """Stop being a writer; nothing may be stored any more."""
@@ -164,20 +151,20 @@ class SpillRoot:
             blocks=self.index.count,
             block_bytes=self.index.total_bytes,
             reserved_bytes=self._reserved,
-            doomed_bytes=sum(one.bytes for one in self._doomed if not one.gone),
-            quarantine_bytes=self._quarantined,
+            doomed_bytes=self._removals.bytes,
+            quarantine_bytes=self._removals.quarantine_bytes,
             other_bytes=self._other,
             bytes_max=self.options.bytes_max,
-            evicted_blocks=self._figures.evicted_blocks,
-            evicted_bytes=self._figures.evicted_bytes,
-            quarantined_blocks=self._figures.quarantined_blocks,
+            evicted_blocks=self._evicted_blocks,
+            evicted_bytes=self._evicted_bytes,
+            quarantined_blocks=self._quarantined_blocks,
             problem=self.problem,
         )
 
-    # -- writing
+    # -- blocks
 
-    async def store(self, worker: Worker, shelf: Shelf, draft: Draft, now: float) -> str:
-        """Publish a block; return an empty string, or why it was not kept.
+    async def store(self, worker: Worker, shelf: Shelf, draft: Draft, now: float) -> Refusal | None:
+        """Publish a block; return None, or why it was not kept.
 
         The draft's buffers are read until this returns.  ``off``: spilling is off; ``parent``: the
         block before is not there; ``full``: no room within the budget.
@@ -193,29 +180,33 @@ class SpillRoot:
         pinned = (parent,) if parent is not None else ()
         self.index.pin(pinned)  # (I3)
         try:
-            return await self._store(worker, shelf, draft, now)
+            return await self._store(worker, shelf, draft)
+        except (SpillFailed, OSError) as error:
+            self.turn_off(_reason(error), now)
+            return "off"
+        except EngineError as error:
+            self.turn_off(_reason(error), now)
+            raise
         finally:
             self.index.unpin(pinned)
 
     async def forget(
-        self, worker: Worker, block: Block, path: str, error: tuple[str, str] | None
+        self, worker: Worker, block: Block, verdict: tuple[str, str] | None, now: float
     ) -> None:
         """Take a block whose file is bad or gone out of the index, with what follows it.
 
-        error  reason and detail: the file moves to quarantine; None: it is gone already
+        verdict  reason and detail: the file moves to quarantine; None: it is gone already
         """
-        if error is not None and block.ring is not None:
-            self._figures.quarantined_blocks += 1
-        doomed = [one for one in self.index.forget(block) if one is not block]
-        if error is not None:
-            reason, detail = error
-            move = partial(quarantine, self.disk, path, reason, detail, self.quarantine_bytes_max)
-            try:
-                self._quarantined = await worker.call(move, self.options.stall_s)
-            except OSError as failure:
-                _log.warning("a bad block can be neither moved nor removed: %s", failure.strerror)
-                self._other += block.bytes
-        await self._remove(worker, doomed)
+        for one in self.index.forget(block):
+            if one is not block:
+                self._evict((one,))
+            elif verdict is not None:
+                self._quarantined_blocks += 1
+                self._removals.add(_path(one), one.bytes, verdict)
+        try:
+            await self._removals.run(worker, self.options.stall_s)
+        except (OSError, EngineError) as error:
+            self.turn_off(_reason(error), now)
 
     # -- on and off
 
@@ -234,7 +225,7 @@ class SpillRoot:
         self._retry_at = now + self._retry_s
         try:
             await worker.call(self._probe, self.options.stall_s)
-            await self._remove(worker, ())
+            await self._removals.run(worker, self.options.stall_s)
         except (OSError, EngineError) as error:
             self.turn_off(_reason(error), now)
             return
@@ -243,28 +234,23 @@ class SpillRoot:
 
     # -- inside
 
-    async def _store(self, worker: Worker, shelf: Shelf, draft: Draft, now: float) -> str:
+    async def _store(self, worker: Worker, shelf: Shelf, draft: Draft) -> Refusal | None:
         size = file_bytes(draft.block)
+        if not await self._make_room(worker, size):
+            return "full"
         try:
-            if not await self._make_room(worker, size):
-                return "full"
-            try:
-                await self._write(worker, shelf, draft)
-            except SpillFailed as error:
-                if error.errno not in _FULL:
-                    raise
-                await self._remove(worker, self.index.victims(size))
-                await self._write(worker, shelf, draft)
-        except (SpillFailed, OSError, EngineError) as error:
-            self.turn_off(_reason(error), now)
-            if isinstance(error, EngineError):
+            await self._write(worker, shelf, draft)
+        except SpillFailed as error:
+            if error.errno not in _FULL:
                 raise
-            return "off"
-        return "" if draft.block.chain_hash in shelf.blocks else "parent"
+            self._evict(self.index.victims(size))
+            await self._removals.run(worker, self.options.stall_s)
+            await self._write(worker, shelf, draft)
+        return None if draft.block.chain_hash in shelf.blocks else "parent"
 
     async def _make_room(self, worker: Worker, size: int) -> bool:
-        if self._doomed:
-            await self._remove(worker, ())
+        if self._removals:
+            await self._removals.run(worker, self.options.stall_s)
         for _ in range(ROOM_ROUNDS):
             free = await worker.call(self.disk.free_bytes, self.options.stall_s)
             lack = max(
@@ -278,7 +264,8 @@ class SpillRoot:
             victims = self.index.victims(lack)
             if not victims:
                 return False
-            await self._remove(worker, victims)
+            self._evict(victims)
+            await self._removals.run(worker, self.options.stall_s)
         return False
 
     async def _write(self, worker: Worker, shelf: Shelf, draft: Draft) -> None:
@@ -294,35 +281,21 @@ class SpillRoot:
 
     def _add(self, shelf: Shelf, draft: Draft, size: int) -> None:
         block = draft.block
-        needs = shelf.is_full and block.first_token
-        added = self.index.add(shelf, block.chain_hash, size, block.parent if needs else None)
-        if added is None:  # its parent turned out to be bad meanwhile
-            self._doomed.append(_Doomed(block.path, size))
+        parent = block.parent if shelf.is_full and block.first_token else None
+        if self.index.add(shelf, block.chain_hash, size, parent) is None:
+            self._removals.add(block.path, size)  # its parent turned out to be bad meanwhile
+
+    def _evict(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self._removals.add(_path(block), block.bytes)
+            self._evicted_blocks += 1
+            self._evicted_bytes += block.bytes
 
     def _publish(self, write: _Write) -> None:
         """Disk thread."""
         prepare(self.disk, write.draft)
         publish(self.disk, write.draft)
         write.published = True
-
-    async def _remove(self, worker: Worker, blocks: Iterable[Block]) -> None:
-        """Remove the files of blocks that left the index, and of those that were left over."""
-        self._doom(blocks)
-        pending = list(self._doomed)
-        try:
-            for start in range(0, len(pending), REMOVALS_MAX):
-                batch = pending[start : start + REMOVALS_MAX]
-                await worker.call(partial(self._remove_files, batch), self.options.stall_s)
-        finally:
-            self._doomed = [one for one in self._doomed if not one.gone]
-
-    def _remove_files(self, batch: list[_Doomed]) -> None:
-        """Disk thread; raises OSError at the first file that cannot be removed."""
-        for one in batch:
-            if not one.gone:
-                with contextlib.suppress(FileNotFoundError):
-                    self.disk.remove(one.path)
-                one.gone = True
 
     def _probe(self) -> None:
         """Disk thread: write and remove a small file; raises OSError."""
@@ -334,22 +307,22 @@ class SpillRoot:
 
     def _recover(self, progress: Progress | None) -> None:
         """Disk thread, at open."""
-        limit = self.quarantine_bytes_max
+        limit = self._quarantine_bytes_max
         found = scan_root(self.disk, progress)
         self._other = found.other_bytes + sweep(self.disk, found)
         for path, error in found.bad:
             quarantine(self.disk, path, error.reason, str(error), limit)
-        self._quarantined = trim_quarantine(self.disk, limit)
+        self._removals.quarantine_bytes = trim_quarantine(self.disk, limit)
         orphans = self.index.load(found.blocks)
-        self._doomed = [
-            _Doomed(block_path(one.folder, one.chain_hash), one.bytes) for one in orphans
-        ]
+        for one in orphans:
+            self._removals.add(block_path(one.folder, one.chain_hash), one.bytes)
         before = self.index.total_bytes
-        self._doom(self.index.victims(self.used_bytes - self.options.bytes_max))
-        self._remove_files(self._doomed)
+        over = self.used_bytes - self._removals.bytes - self.options.bytes_max
+        self._evict(self.index.victims(over))
+        self._removals.run_now()
         _log.info(
-            "spill root: %d blocks, %d of %d bytes; removed %d bytes over the budget, %d orphans, "
-            "%d bad files",
+            "spill root: %d blocks, %d of %d bytes; removed %d bytes over the budget, %d blocks "
+            "without a parent, %d bad files",
             self.index.count,
             self.used_bytes,
             self.options.bytes_max,
@@ -357,15 +330,32 @@ class SpillRoot:
             len(orphans),
             len(found.bad),
         )
-        self._doomed = []
 
-    def _doom(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            path = block_path(block.shelf.folder, block.chain_hash)
-            self._doomed.append(_Doomed(path, block.bytes))
-            self._figures.evicted_blocks += 1
-            self._figures.evicted_bytes += block.bytes
+
+def open_spill_root(
+    path: Path, bytes_max: int | str, options: RootOptions, progress: Progress | None = None
+) -> SpillRoot:
+    """Open a folder of the real file system as a spill root; blocks, on a disk thread.
+
+    bytes_max  budget, possibly a share of the file system; replaces the one of ``options``
+
+    Raises SpillFailed if it cannot be used, ConfigError on a bad budget.
+    """
+    try:
+        disk = PosixDisk(path)
+    except OSError as error:
+        raise SpillFailed("open", str(path), error) from error
+    try:
+        budget = parse_bytes(bytes_max, disk.total_bytes())
+        return SpillRoot.open(disk, replace(options, bytes_max=budget), progress)
+    except BaseException:
+        disk.close()
+        raise
+
+
+def _path(block: Block) -> str:
+    return block_path(block.shelf.folder, block.chain_hash)
 
 
 def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
