@@ -140,31 +140,59 @@ def rope(
     )
 
 
-def attend(
-    queries: Array, rows: Rows, layer: LayerConfig, config: ModelConfig, position: int
-) -> Array:
-    """Softmax attention of queries at positions ``position`` on; GQA by head h // (H/K).
+class Attention:
+    """Softmax attention over cached rows; GQA by query head h // (H/K).
 
     A key at position k is visible to a query at p iff k <= p and, in sliding layers,
-    p - k < window.
+    p - k < window.  One way per device (G1): on a GPU MLX's fused kernel; on a CPU the query heads
+    of a KV head are stacked, so that each score matrix is one product, several times faster than
+    the kernel's fallback there.
     """
-    count = queries.shape[2]
-    keys, values = rows.keys.astype(queries.dtype), rows.values.astype(queries.dtype)
-    mask: Any = None
-    if count > 1 or rows.first >= 0:
-        mask = _mask(count, rows, layer, config, position)
-    return mx.fast.scaled_dot_product_attention(
-        queries, keys, values, scale=config.attention_scale, mask=mask
-    )
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._fused = mx.default_device() != mx.cpu
+        # mutable state: the masks of the last pass; a chunk's layers share them
+        self._masks: dict[tuple[int, ...], Array] = {}
+
+    def __call__(self, queries: Array, rows: Rows, layer: LayerConfig, position: int) -> Array:
+        """(1, heads, n, head_dim) at positions ``position`` on → the same shape."""
+        keys, values = rows.keys.astype(queries.dtype), rows.values.astype(queries.dtype)
+        count, scale = queries.shape[2], self._config.attention_scale
+        mask = self._mask(count, rows, layer, position) if count > 1 else None
+        if self._fused:
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=mask
+            )
+        kv_heads, dim = keys.shape[1], queries.shape[3]
+        stacked_rows = (queries * scale).reshape(1, kv_heads, -1, dim)
+        scores = stacked_rows @ keys.swapaxes(-1, -2)
+        if mask is not None:
+            used = keys.shape[2]
+            shape = scores.shape
+            scores = (scores.reshape(1, kv_heads, -1, count, used) + mask).reshape(shape)
+        return (mx.softmax(scores, axis=-1) @ values).reshape(queries.shape)
+
+    def _mask(self, count: int, rows: Rows, layer: LayerConfig, position: int) -> Array:
+        """(n, keys), bool on a GPU and additive on a CPU."""
+        used = rows.keys.shape[2]
+        window = self._config.sliding_window if layer.kind is LayerType.SLIDING else 0
+        wanted = (count, used, rows.first, position, window)
+        mask = self._masks.get(wanted)
+        if mask is None:
+            query = mx.arange(position, position + count)[:, None]
+            key = mx.arange(rows.first, rows.first + used)[None, :]
+            visible = key <= query
+            if window:
+                visible = visible & (query - key < window)
+            mask = visible if self._fused else mx.where(visible, 0.0, -mx.inf)
+            if len(self._masks) >= MASKS_KEPT:
+                self._masks.clear()
+            self._masks[wanted] = mask
+        return mask
 
 
-def _mask(count: int, rows: Rows, layer: LayerConfig, config: ModelConfig, position: int) -> Any:
-    used = rows.keys.shape[2]
-    if layer.kind is LayerType.FULL or used <= config.sliding_window:
-        return "causal" if count > 1 else None
-    query = mx.arange(position, position + count)[:, None]
-    key = mx.arange(rows.first, rows.first + used)[None, :]
-    return (key <= query) & (query - key < config.sliding_window)
+MASKS_KEPT = 4  # a pass needs one per kind of layer
 
 
 def gelu_tanh(x: Array) -> Array:

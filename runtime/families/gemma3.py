@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 from millpond.runtime.families.base import (
+    Attention,
     Linear,
     Weights,
-    attend,
     embedding_rows,
     gelu_tanh,
     heads,
@@ -46,6 +46,7 @@ class Gemma3:
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: Any) -> None:
         self._config, self._dtype = config, dtype
+        self._attend = Attention(config)
         self._embedding: Any = weights["token_embd.weight"]
         self._head: Any = weights.get("output.weight", self._embedding)
         self._norm = weights["output_norm.weight"]
@@ -61,7 +62,7 @@ class Gemma3:
             normed = self._norm_of(x, layer.attn_norm)
             queries, keys, values = self._heads(layer, normed, first)
             rows = kv.add(index, keys, values)
-            seen = attend(queries, rows, layer.config, self._config, first)
+            seen = self._attend(queries, rows, layer.config, first)
             x = x + self._norm_of(layer.output(joined(seen)), layer.post_attention_norm)
             inner = _mlp(layer, self._norm_of(x, layer.ffn_norm))
             x = x + self._norm_of(inner, layer.post_ffw_norm)

@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 from millpond.runtime.families.base import (
+    Attention,
     Linear,
     Weights,
-    attend,
     embedding_rows,
     gelu_tanh,
     heads,
@@ -59,6 +59,7 @@ class Gemma4:
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: Any) -> None:
         self._config, self._dtype, self._weights = config, dtype, weights
+        self._attend = Attention(config)
         self._embedding: Any = weights["token_embd.weight"]
         self._head: Any = weights.get("output.weight", self._embedding)
         self._divisors = rope_divisors(config, weights)
@@ -102,7 +103,7 @@ class Gemma4:
             if layer.parts == 1
             else self._rows(index, layer, found[1:], where)
         )
-        return joined(attend(queries, rows, shape, config, first))
+        return joined(self._attend(queries, rows, shape, first))
 
     def _rows(self, index: int, layer: _Layer, found: list[Array], where: tuple[Pass, int]) -> Rows:
         kv, first = where

@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 from millpond.runtime.families.base import (
+    Attention,
     Linear,
     Weights,
-    attend,
     embedding_rows,
     heads,
     joined,
@@ -42,6 +42,7 @@ class Llama:
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: Any) -> None:
         self._config, self._dtype = config, dtype
+        self._attend = Attention(config)
         self._embedding: Any = weights["token_embd.weight"]
         self._head: Any = weights.get("output.weight", self._embedding)
         self._norm = weights["output_norm.weight"]
@@ -56,7 +57,7 @@ class Llama:
         for index, layer in enumerate(self._layers):
             queries, keys, values = self._heads(layer, self._normed(x, layer.attn_norm), first)
             rows = kv.add(index, keys, values)
-            seen = attend(queries, rows, layer.config, self._config, first)
+            seen = self._attend(queries, rows, layer.config, first)
             x = x + layer.output(joined(seen))
             gate, up = mx.split(layer.gate_up(self._normed(x, layer.ffn_norm)), 2, axis=-1)
             x = x + layer.down(gate * mx.sigmoid(gate) * up)

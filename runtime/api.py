@@ -1,0 +1,191 @@
+"""``open_runtime``: load a model and serve it, embedded in the caller's event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Ordered
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+from millpond.actors.engine import EngineStatistics
+from millpond.actors.gateway import GatewayStatistics, Prompt
+from millpond.actors.gateway_request import TokenStream
+from millpond.actors.store import StoreStatistics
+from millpond.actors.supervisor import House, open_house
+from millpond.codecs.messages import SamplingParams
+from millpond.runtime.assembly import (
+    THREAD_CLOSE_S,
+    Built,
+    Shared,
+    Threads,
+    build,
+    open_shared,
+)
+from millpond.runtime.channels import ChannelStatistics
+from millpond.runtime.config import RuntimeConfig
+from millpond.runtime.results import Completion
+from millpond.runtime.staging import StagingStatistics
+from millpond.runtime.threads import PinnedThread, ThreadStatistics
+
+__all__ = [
+    "Health",
+    "Runtime",
+    "RuntimeStatistics",
+    "Shared",
+    "SpillReport",
+    "open_runtime",
+    "open_shared",
+]
+
+
+class SpillReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What this runtime wrote, by now.
+
+    blocks, bytes  files published and their whole sizes
+    refused        blocks that were offered and not kept, or not offered for want of room
+    problem        why nothing is spilled; empty while spilling works
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    refused: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStatistics:
+    """Everything with a queue."""
+
+    gateway: GatewayStatistics
+    engine: EngineStatistics
+    store: StoreStatistics
+    arrows: tuple[ChannelStatistics, ...]
+    pools: tuple[StagingStatistics, ...]
+    threads: tuple[ThreadStatistics, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether requests can be served, and whether their cache can.
+
+    problem        empty while the engine serves
+    spill_problem  empty while blocks are spilled
+    """
+
+    problem: str
+    spill_problem: str
+
+    @property
+    def is_serving(self) -> bool:
+        """True while requests are answered."""
+        return not self.problem
+
+
+class Runtime:
+    """One loaded model; made by ``open_runtime``, used on its event loop only."""
+
+    def __init__(self, built: Built, house: House, load_ms: float) -> None:
+        self._built, self._house = built, house
+        self.identity, self.tokenizer = built.identity, built.tokenizer
+        self.load_ms = load_ms  # from opening the runtime to the model being loaded
+
+    def __repr__(self) -> str:
+        return f"<Runtime {self.identity.name}, {self._house.gateway!r}, {self._built.store!r}>"
+
+    @property
+    def device(self) -> str:
+        """Kind of the device: ``cpu`` or ``gpu``."""
+        return self.identity.numerics.device_kind
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        prompt: str | Ordered[int],
+        sampling: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        no_store: bool = False,
+    ) -> AsyncIterator[TokenStream]:
+        """Submit a prompt; the block reads its tokens, leaving it early cancels the request.
+
+        prompt    text (BOS added as the model wants it), or token ids taken verbatim
+        salt      keeps the cache of this caller apart
+        no_store  neither read nor write the spill root
+        Raises EmptyPrompt, ContextExceeded, InvalidParameter, QueueFull, RuntimeClosed; while
+        reading also RequestFailed, EngineStalled, EngineDied.
+        """
+        request = Prompt(
+            content=prompt, sampling=sampling or SamplingParams(), salt=salt, no_store=no_store
+        )
+        async with self._house.gateway.stream(request) as tokens:
+            yield tokens
+
+    async def generate(
+        self,
+        prompt: str | Ordered[int],
+        sampling: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        no_store: bool = False,
+    ) -> Completion:
+        """Run a prompt to its end; arguments and errors as in ``stream``."""
+        async with self.stream(prompt, sampling, salt=salt, no_store=no_store) as tokens:
+            return await tokens.result()
+
+    async def drain(self) -> None:
+        """Wait until the blocks offered so far are written, for ``limits.drain_s`` at most."""
+        await self._built.store.drain(self._built.config.limits.drain_s)
+
+    def spill_report(self) -> SpillReport:
+        """Return what was written, and why nothing is if so."""
+        figures = self._built.store.statistics()
+        return SpillReport(
+            blocks=figures.spilled_blocks,
+            bytes=figures.spilled_bytes,
+            refused=figures.refused + self._built.engine.statistics().refused,
+            problem=self._built.shared.spill_problem or figures.problem,
+        )
+
+    def health(self) -> Health:
+        """Return what works."""
+        return Health(self._built.engine.statistics().problem, self.spill_report().problem)
+
+    def statistics(self) -> RuntimeStatistics:
+        """Return the figures of everything with a queue."""
+        built = self._built
+        return RuntimeStatistics(
+            gateway=self._house.gateway.statistics(),
+            engine=built.engine.statistics(),
+            store=built.store.statistics(),
+            arrows=self._house.arrows(),
+            pools=tuple(pool.statistics() for pool in built.pools),
+            threads=tuple(thread.statistics() for thread in built.threads.all()),
+        )
+
+
+@asynccontextmanager
+async def open_runtime(
+    config: RuntimeConfig, shared: Shared | None = None
+) -> AsyncIterator[Runtime]:
+    """Load a model and serve it until the block is left, on asyncio or trio.
+
+    shared  disk threads and spill root of this process; None opens them for this runtime alone
+
+    Raises ConfigError, ModelNotFound, ModelUnreadable, UnsupportedModel or TokenizerError.  A spill
+    root that cannot be used raises nothing: the runtime serves without it, and ``health`` says so.
+    """
+    config = config.checked()
+    started = time.monotonic()
+    async with AsyncExitStack() as stack:
+        common = (
+            shared if shared is not None else await stack.enter_async_context(open_shared(config))
+        )
+        threads = Threads(
+            engine=await stack.enter_async_context(PinnedThread("engine", THREAD_CLOSE_S)),
+            host=await stack.enter_async_context(PinnedThread("host", THREAD_CLOSE_S)),
+        )
+        built = await build(config, common, threads)
+        async with open_house(built.house_parts()) as house:
+            yield Runtime(built, house, 1e3 * (time.monotonic() - started))

@@ -1,0 +1,255 @@
+"""How a house is put together: threads, spill root, pools and actors of one model.
+
+With ``runtime.api`` the only place in ``runtime`` that knows actors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from millpond.actors.engine import Engine, EngineParts
+from millpond.actors.gateway import Gateway, GatewayParts
+from millpond.actors.loader import Loader
+from millpond.actors.store import Store, StoreParts
+from millpond.actors.supervisor import HouseParts
+from millpond.codecs.fingerprint import NumericsIdentity
+from millpond.runtime.config import Limits, RuntimeConfig, parse_bytes
+from millpond.runtime.errors import EngineError, ModelError, SpillError, SpillFailed
+from millpond.runtime.gguf_file import GgufFile
+from millpond.runtime.identify import identify
+from millpond.runtime.identity import ModelIdentity
+from millpond.runtime.kv.disk import PosixDisk
+from millpond.runtime.kv.layout import KvLayout
+from millpond.runtime.kv.root import RootOptions, SpillRoot
+from millpond.runtime.numerics import numerics_identity
+from millpond.runtime.staging import StagingPool
+from millpond.runtime.steps import Runner
+from millpond.runtime.threads import PinnedThread
+from millpond.runtime.tokenizer import Tokenizer, make_tokenizer
+
+_log = logging.getLogger(__name__)
+TOKEN_BYTES = 8  # of a writer token: enough never to meet another one
+THREAD_CLOSE_S = 10.0  # a thread that still runs a call then is left behind; it is a daemon
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the houses of one process share: disk threads, and one spill root.
+
+    root           None if nothing is spilled
+    spill_problem  why not, if it was wanted; else empty
+    """
+
+    readers: tuple[PinnedThread, ...]
+    writer: PinnedThread
+    root: SpillRoot | None
+    spill_problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """The threads of one house: MLX on one, files, tokens and hashes on the other."""
+
+    engine: PinnedThread
+    host: PinnedThread
+
+    def all(self) -> tuple[PinnedThread, ...]:
+        """Return both."""
+        return (self.engine, self.host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A house before it runs."""
+
+    config: RuntimeConfig
+    identity: ModelIdentity
+    tokenizer: Tokenizer
+    threads: Threads
+    shared: Shared
+    pools: tuple[StagingPool, ...]
+    gateway: Gateway
+    store: Store
+    engine: Engine
+    loader: Loader
+
+    def house_parts(self) -> HouseParts:
+        """Return what the supervisor starts."""
+        return HouseParts(
+            gateway=self.gateway,
+            store=self.store,
+            engine=self.engine,
+            loader=self.loader,
+            limits=self.config.limits,
+        )
+
+
+@asynccontextmanager
+async def open_shared(config: RuntimeConfig) -> AsyncIterator[Shared]:
+    """Open the spill root and its threads; give it to every ``open_runtime`` of the process.
+
+    A root that cannot be used raises nothing: the houses serve without spilling.
+    """
+    limits = config.limits
+    async with AsyncExitStack() as stack:
+        readers = [
+            await stack.enter_async_context(PinnedThread(f"disk-read-{index}", THREAD_CLOSE_S))
+            for index in range(max(1, limits.disk_readers))
+        ]
+        writer = await stack.enter_async_context(PinnedThread("disk-write", THREAD_CLOSE_S))
+        root, problem = None, ""
+        if config.spill:
+            try:
+                root = await writer.call(partial(_open_root, config), limits.disk_stall_s * 10)
+            except (SpillError, EngineError) as error:
+                problem = str(error)
+                _log.warning("spilling is off: %s", problem)
+        if root is not None:
+            stack.callback(root.close)
+        yield Shared(tuple(readers), writer, root, problem)
+
+
+def _open_root(config: RuntimeConfig) -> SpillRoot:
+    """On the disk thread: open the folder and index what is there.  Raises SpillFailed."""
+    path, limits = config.resolved_spill_root(), config.limits
+    try:
+        disk = PosixDisk(path)
+        total = shutil.disk_usage(path).total
+    except OSError as error:
+        raise SpillFailed("open", str(path), error) from error
+    options = RootOptions(
+        token=secrets.token_hex(TOKEN_BYTES),
+        bytes_max=parse_bytes(config.spill_bytes_max, total),
+        free_bytes_min=limits.free_bytes_min,
+        quarantine_bytes_max=limits.quarantine_bytes_max,
+        stall_s=limits.disk_stall_s,
+        sync=config.durability == "power",
+    )
+    return SpillRoot.open(disk, options)
+
+
+async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Built:
+    """Read the model's header, name it, and make its actors; nothing runs yet.
+
+    Raises ModelError, ConfigError or DescriptorError.
+    """
+    warm_s = config.limits.engine_warm_s
+    file = await threads.host.call(partial(GgufFile.open, config.model))
+    try:
+        numerics = await threads.engine.call(partial(numerics_identity, config), warm_s)
+        named = partial(_identify, file, config, numerics)
+        identity, layout, tokenizer = await threads.host.call(named)
+        runner = await threads.engine.call(partial(_make_runner, identity, layout), warm_s)
+    except BaseException:
+        file.close()
+        raise
+    pools = _pools(layout, config.limits)
+    weights, restores, spills = pools
+    engine = Engine(
+        EngineParts(
+            runner=runner,
+            thread=threads.engine,
+            layout=layout,
+            context_tokens=identity.config.context_tokens,
+            end_ids=tokenizer.end_ids,
+            weight_pool=weights,
+            restore_pool=restores,
+            spill_pool=spills,
+            limits=config.limits,
+            clock=time.monotonic,
+        )
+    )
+    return Built(
+        config=config,
+        identity=identity,
+        tokenizer=tokenizer,
+        threads=threads,
+        shared=shared,
+        pools=pools,
+        gateway=_gateway(config, identity, tokenizer, threads),
+        store=_store(config, (identity, layout), shared, pools),
+        engine=engine,
+        loader=Loader(file, identity, weights, threads.host),
+    )
+
+
+def _identify(
+    file: GgufFile, config: RuntimeConfig, numerics: NumericsIdentity
+) -> tuple[ModelIdentity, KvLayout, Tokenizer]:
+    identity = identify(file, config, numerics, os.environ)
+    if not identity.descriptor.num_layers:
+        raise ModelError(f"{file.path}: found no layers, expected at least one")
+    layout = KvLayout.from_descriptor(
+        identity.descriptor,
+        config.block_tokens,
+        config.prefill_chunk_tokens,
+        config.sliding_boundary_tokens,
+    )
+    return identity, layout, make_tokenizer(identity.vocabulary)
+
+
+def _make_runner(identity: ModelIdentity, layout: KvLayout) -> Runner:
+    """On the pinned thread: MLX is imported there first, with its BLAS in place."""
+    from millpond.runtime.model import Model
+
+    return Model(identity, layout)
+
+
+def _pools(layout: KvLayout, limits: Limits) -> tuple[StagingPool, StagingPool, StagingPool]:
+    """Weights, restore, spill.  A slot holds the largest block, or as much of it as is allowed."""
+    largest = max(group.block_bytes(layout.block_tokens) for group in layout.groups)
+    slot_bytes = min(largest, limits.slot_bytes_max)
+    return (
+        StagingPool("weights", limits.weight_slots, limits.weight_slot_bytes),
+        StagingPool("restore", limits.restore_slots, slot_bytes),
+        StagingPool("spill", limits.spill_slots, slot_bytes),
+    )
+
+
+def _gateway(
+    config: RuntimeConfig, identity: ModelIdentity, tokenizer: Tokenizer, threads: Threads
+) -> Gateway:
+    return Gateway(
+        GatewayParts(
+            tokenizer=tokenizer,
+            thread=threads.host,
+            fingerprint=identity.fingerprint,
+            guard=identity.guard,
+            reuse=config.reuse,
+            block_tokens=config.block_tokens,
+            context_tokens=identity.config.context_tokens,
+            limits=config.limits,
+            clock=time.monotonic,
+        )
+    )
+
+
+def _store(
+    config: RuntimeConfig,
+    model: tuple[ModelIdentity, KvLayout],
+    shared: Shared,
+    pools: tuple[StagingPool, ...],
+) -> Store:
+    identity, layout = model
+    return Store(
+        StoreParts(
+            layout=layout,
+            fingerprint=identity.fingerprint,
+            guard=identity.guard,
+            root=shared.root,
+            readers=shared.readers,
+            writer=shared.writer,
+            restore_pool=pools[1],
+            spill_pool=pools[2],
+            limits=config.limits,
+            clock=time.monotonic,
+        )
+    )
