@@ -99,9 +99,10 @@ async def test_a_started_call_is_waited_for_and_a_waiting_one_withdrawn() -> Non
     async with PinnedThread("worker") as thread:
         async with anyio.create_task_group() as group:
             group.start_soon(thread.call, slow)
-            group.start_soon(thread.call, lambda: ran.append("late"))
             while not started.is_set():
                 await anyio.sleep(0.001)
+            group.start_soon(thread.call, lambda: ran.append("late"))
+            await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
             threading.Timer(0.02, gate.set).start()
         assert ran == ["slow"]
