@@ -334,7 +334,7 @@ def test_every_field_of_a_descriptor_is_explained() -> None:
 
 
 def test_no_file_is_dead() -> None:
-    assert dead_files(CODE) == []
+    assert set(dead_files(CODE)) == excused_by("Not used yet")
 
 
 def test_the_documentation_names_every_file_of_the_tree() -> None:
