@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from millpond.actors.engine import Engine, EngineParts
 from millpond.actors.gateway import Gateway, GatewayParts
 from millpond.actors.loader import Loader
@@ -151,6 +152,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
     except BaseException:
         file.close()
         raise
+    config = msgspec.structs.replace(config, limits=_fitted(layout, config.limits))
     pools = _pools(layout, config.limits)
     weights, restores, spills = pools
     engine = Engine(
@@ -203,10 +205,32 @@ def _make_runner(identity: ModelIdentity, layout: KvLayout) -> Runner:
     return Model(identity, layout)
 
 
+def _slot_bytes(layout: KvLayout, limits: Limits) -> int:
+    """A slot holds the largest block, or as much of it as is allowed, one plane at least."""
+    tokens = layout.block_tokens
+    plane = max(group.plane_bytes(tokens) for group in layout.groups)
+    largest = max(group.block_bytes(tokens) for group in layout.groups)
+    return max(plane, min(largest, limits.slot_bytes_max))
+
+
+def _fitted(layout: KvLayout, limits: Limits) -> Limits:
+    """Make room in pool and arrow for the offers of two chunks, whatever the grid.
+
+    With less, a chunk's last blocks would be refused each time, however idle the disk is.
+    """
+    tokens, slot_bytes = layout.block_tokens, _slot_bytes(layout, limits)
+    parts = sum(len(group.parts(tokens, slot_bytes)) for group in layout.groups)
+    needed = 2 * parts * (layout.chunk_tokens // tokens)
+    return msgspec.structs.replace(
+        limits,
+        spill_slots=max(limits.spill_slots, needed),
+        channel_messages=max(limits.channel_messages, needed),
+    )
+
+
 def _pools(layout: KvLayout, limits: Limits) -> tuple[StagingPool, StagingPool, StagingPool]:
-    """Weights, restore, spill.  A slot holds the largest block, or as much of it as is allowed."""
-    largest = max(group.block_bytes(layout.block_tokens) for group in layout.groups)
-    slot_bytes = min(largest, limits.slot_bytes_max)
+    """Weights, restore, spill."""
+    slot_bytes = _slot_bytes(layout, limits)
     return (
         StagingPool("weights", limits.weight_slots, limits.weight_slot_bytes),
         StagingPool("restore", limits.restore_slots, slot_bytes),
