@@ -47,6 +47,7 @@ FULL = LayerGroup(1, LayerType.FULL, 2, 4, KvDType.F32, (2,))
 LAYOUT = KvLayout((SLIDING, FULL), BLOCK, BLOCK, 8, 16)
 ROOT = chain_root(FINGERPRINT, GUARD, "exact")
 TOKENS = itertools.count()
+DEFAULTS = Limits()
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -203,7 +204,7 @@ async def opened(
     path: Path | None,
     *,
     layout: KvLayout = LAYOUT,
-    limits: Limits = Limits(),
+    limits: Limits = DEFAULTS,
     bytes_max: int = 2**30,
     slot_bytes: int = 4096,
     slots: int = 4,
@@ -536,11 +537,14 @@ async def test_the_budget_holds_and_leaves_go_first(tmp_path: Path) -> None:
     async with opened(tmp_path, bytes_max=30_000) as bench:
         for seed in range(12):
             await bench.run(prompt(33, seed))
-            total = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-            assert total <= 30_000
+            assert bytes_under(tmp_path) <= 30_000
             assert_parents(bench)
         assert (await bench.run(prompt(33, 11))).admit.prefix_tokens == 32
         assert bench.store.statistics().root.evicted_blocks > 0  # type: ignore[union-attr]
+
+
+def bytes_under(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
 def assert_parents(bench: Bench) -> None:
