@@ -43,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     sequences_max: int = 8
     channel_messages: int = 64
     restore_slots: int = 4
-    spill_slots: int = 8
+    spill_slots: int = 16
     weight_slots: int = 3
     slot_bytes_max: int = 64 * MIB
     weight_slot_bytes: int = 32 * MIB

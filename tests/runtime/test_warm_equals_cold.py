@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from millpond.runtime import Runtime, RuntimeConfig, SamplingParams, open_runtime
+from millpond.runtime import Limits, Runtime, RuntimeConfig, SamplingParams, open_runtime
 from millpond.runtime.kv.layout import KvLayout
 
 pytestmark = pytest.mark.anyio
@@ -28,8 +28,13 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def config(model: Path, root: Path | None, **more: Any) -> RuntimeConfig:
+    """Pools so large that a tiny model's prefill never outruns the disk: refusals are not the point."""
     return RuntimeConfig(
-        model=str(model), spill=root is not None, spill_root=str(root) if root else None, **more
+        model=str(model),
+        spill=root is not None,
+        spill_root=str(root) if root else None,
+        limits=Limits(spill_slots=256, channel_messages=512),
+        **more,
     )
 
 
@@ -110,8 +115,9 @@ async def test_every_family_is_equal_after_a_restart(
         same(one, two)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("kv_dtype", "chunk"), [("f32", 16), ("f16", 32), ("bf16", 64), ("bf16", 16), ("f32", 64)]
+)
 @pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 async def test_every_ring_residue_is_equal_with_blocks_of_the_window(
     shared_reference: Path, tmp_path: Path, kv_dtype: str, chunk: int
