@@ -105,11 +105,15 @@ def prepare(disk: Disk, draft: Draft) -> None:
 
 
 def publish(disk: Disk, draft: Draft) -> None:
-    """Give the temporary its name.  Raises SpillFailed; nothing is left behind then."""
+    """Give the temporary its name.  Raises SpillFailed; nothing is left behind then.
+
+    A rename may have taken effect and still report an error, that of syncing the folder.
+    """
     try:
         disk.rename(draft.temporary, draft.block.path, draft.sync)
     except OSError as error:
         discard(disk, draft.temporary)
+        discard(disk, draft.block.path)
         raise SpillFailed("rename", draft.temporary, error) from error
 
 

@@ -10,6 +10,8 @@ Invariants
 (I3) The parent of a block that is being written is pinned.
 (I4) After a write failed, spilling is off (``problem`` says why) until a probe succeeds; reading
      goes on.
+(I5) Of two writes of one block only the first is done: a removal that is queued for its name runs
+     before it, never after.
 
 Used on the event loop; what runs on a disk thread is passed to the caller's ``Worker``, the same
 one for all houses of the root.
@@ -109,6 +111,7 @@ class SpillRoot:
         self.problem = ""
         self._removals = Removals(disk, limit)
         self._reserved = self._other = 0
+        self._writing: set[str] = set()
         self._retry_at, self._retry_s = 0.0, PROBE_S
         self._evicted_blocks = self._evicted_bytes = self._quarantined_blocks = 0
 
@@ -120,15 +123,19 @@ class SpillRoot:
     def open(cls, disk: Disk, options: RootOptions, progress: Progress | None = None) -> SpillRoot:
         """Claim a writer, sweep, scan and enforce the budget; blocks, on a disk thread.
 
-        Raises SpillFailed if the root cannot be used.
+        A root that can be read and not written opens with ``problem`` set.  Raises SpillFailed if
+        it cannot be used at all.
         """
         root = cls(disk, options)
         try:
             disk.claim_writer(options.token)
-            root._probe()
             root._recover(progress)
         except OSError as error:
             raise SpillFailed("open", "the spill root", error) from error
+        try:
+            root._probe(root._probe_bytes())
+        except OSError as error:
+            root.turn_off(_reason(error), 0.0)
         return root
 
     @property
@@ -172,6 +179,18 @@ class SpillRoot:
         """
         if self.problem:
             return "off"
+        path = draft.block.path
+        if path in self._writing or draft.block.chain_hash in shelf.blocks:
+            return None  # another house of the same model was faster (I5)
+        self._writing.add(path)
+        try:
+            return await self._store_once(worker, shelf, draft, now)
+        finally:
+            self._writing.discard(path)
+
+    async def _store_once(
+        self, worker: Worker, shelf: Shelf, draft: Draft, now: float
+    ) -> Refusal | None:
         parent = None
         if shelf.is_full and draft.block.first_token:
             parent = shelf.blocks.get(draft.block.parent)
@@ -223,12 +242,16 @@ class SpillRoot:
         if not self.problem or now < self._retry_at:
             return
         self._retry_at = now + self._retry_s
+        size = self._probe_bytes()
+        self._reserved += size
         try:
-            await worker.call(self._probe, self.options.stall_s)
+            await worker.call(partial(self._probe, size), self.options.stall_s)
             await self._removals.run(worker, self.options.stall_s)
         except (OSError, EngineError) as error:
             self.turn_off(_reason(error), now)
             return
+        finally:
+            self._reserved -= size
         _log.info("spilling is on again")
         self.problem, self._retry_s = "", PROBE_S
 
@@ -297,11 +320,15 @@ class SpillRoot:
         publish(self.disk, write.draft)
         write.published = True
 
-    def _probe(self) -> None:
+    def _probe_bytes(self) -> int:
+        """What a probe may write without breaking the budget (I1)."""
+        return max(0, min(PROBE_BYTES, self.options.bytes_max - self.used_bytes))
+
+    def _probe(self, size: int) -> None:
         """Disk thread: write and remove a small file; raises OSError."""
         path = f"probe.{self.options.token}.0.tmp"
         try:
-            self.disk.write(path, (bytes(PROBE_BYTES),), self.options.sync)
+            self.disk.write(path, (bytes(size),), self.options.sync)
         finally:
             discard(self.disk, path)
 
