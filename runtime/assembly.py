@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,14 +21,13 @@ from millpond.actors.loader import Loader
 from millpond.actors.store import Store, StoreParts
 from millpond.actors.supervisor import HouseParts
 from millpond.codecs.fingerprint import NumericsIdentity
-from millpond.runtime.config import Limits, RuntimeConfig, parse_bytes
-from millpond.runtime.errors import EngineError, ModelError, SpillError, SpillFailed
+from millpond.runtime.config import Limits, RuntimeConfig
+from millpond.runtime.errors import EngineError, ModelError, SpillError
 from millpond.runtime.gguf_file import GgufFile
 from millpond.runtime.identify import identify
 from millpond.runtime.identity import ModelIdentity
-from millpond.runtime.kv.disk import PosixDisk
 from millpond.runtime.kv.layout import KvLayout
-from millpond.runtime.kv.root import RootOptions, SpillRoot
+from millpond.runtime.kv.root import RootOptions, SpillRoot, open_spill_root
 from millpond.runtime.numerics import numerics_identity
 from millpond.runtime.staging import StagingPool
 from millpond.runtime.steps import Runner
@@ -120,21 +118,16 @@ async def open_shared(config: RuntimeConfig) -> AsyncIterator[Shared]:
 
 def _open_root(config: RuntimeConfig) -> SpillRoot:
     """On the disk thread: open the folder and index what is there.  Raises SpillFailed."""
-    path, limits = config.resolved_spill_root(), config.limits
-    try:
-        disk = PosixDisk(path)
-        total = shutil.disk_usage(path).total
-    except OSError as error:
-        raise SpillFailed("open", str(path), error) from error
+    limits = config.limits
     options = RootOptions(
         token=secrets.token_hex(TOKEN_BYTES),
-        bytes_max=parse_bytes(config.spill_bytes_max, total),
+        bytes_max=0,  # replaced by the budget, once the size of the file system is known
         free_bytes_min=limits.free_bytes_min,
         quarantine_bytes_max=limits.quarantine_bytes_max,
         stall_s=limits.disk_stall_s,
         sync=config.durability == "power",
     )
-    return SpillRoot.open(disk, options)
+    return open_spill_root(config.resolved_spill_root(), config.spill_bytes_max, options)
 
 
 async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Built:
