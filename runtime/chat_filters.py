@@ -8,11 +8,14 @@ from functools import wraps
 from typing import Any
 
 from jinja2 import Environment
-from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
-from jinja2.filters import do_indent, make_attrgetter
+from jinja2.filters import FILTERS, do_indent, make_attrgetter
 from jinja2.runtime import Undefined
+from jinja2.tests import TESTS
 from millpond.runtime.chat_meter import Meter
 from millpond.runtime.errors import ChatTemplateError
+
+_FILTERS: dict[str, Callable[..., Any]] = dict(FILTERS)
+_TESTS: dict[str, Callable[..., Any]] = dict(TESTS)
 
 # Jinja's filters, by what they read of their first operand.
 _OF_TEXT = ("capitalize", "e", "escape", "lower", "safe", "title", "upper")
@@ -30,10 +33,10 @@ _COMPARING_TESTS = (
 def metered_filters(environment: Environment, meter: Meter) -> dict[str, Callable[..., Any]]:
     """Return name → filter, for one rendering."""
     found: dict[str, Callable[..., Any]] = {
-        name: _text_filter(meter, DEFAULT_FILTERS[name]) for name in _OF_TEXT
+        name: _text_filter(meter, _FILTERS[name]) for name in _OF_TEXT
     }
-    found |= {name: _filter(meter.shallow, meter, DEFAULT_FILTERS[name]) for name in _SHALLOW}
-    found |= {name: _filter(meter.listed, meter, DEFAULT_FILTERS[name]) for name in _DEEP}
+    found |= {name: _filter(meter.shallow, meter, _FILTERS[name]) for name in _SHALLOW}
+    found |= {name: _filter(meter.listed, meter, _FILTERS[name]) for name in _DEEP}
     own = _OwnFilters(environment, meter)
     return found | {
         "format": own.format,
@@ -49,8 +52,8 @@ def metered_filters(environment: Environment, meter: Meter) -> dict[str, Callabl
 
 def metered_tests(meter: Meter) -> dict[str, Callable[..., Any]]:
     """Return name → test; those that compare charge what they compare."""
-    comparing = {name: _filter(meter.deep, meter, DEFAULT_TESTS[name]) for name in _COMPARING_TESTS}
-    return DEFAULT_TESTS | comparing
+    comparing = {name: _filter(meter.deep, meter, _TESTS[name]) for name in _COMPARING_TESTS}
+    return _TESTS | comparing
 
 
 class _OwnFilters:
@@ -64,7 +67,8 @@ class _OwnFilters:
         text = self._meter.text(form)
         values: Any = named or arguments
         self._meter.printf(text, values)
-        return text % values
+        result: str = text % values
+        return result
 
     def indent(
         self,
@@ -96,7 +100,7 @@ class _OwnFilters:
         """Return the rounded number; Jinja would raise ten to any power."""
         if abs(precision) > 30:
             raise ChatTemplateError("chat template: it rounds to too many digits")
-        rounded: float = DEFAULT_FILTERS["round"](value, precision, method)
+        rounded: float = _FILTERS["round"](value, precision, method)
         return rounded
 
     def tojson(
