@@ -1,0 +1,146 @@
+"""The callers of a simulated house: they ask, read, leave, and compare what they get."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+from anyio import Event, move_on_after, sleep
+from millpond.actors.gateway import Prompt
+from millpond.actors.gateway_request import TokenStream
+from millpond.codecs.messages import SamplingParams
+from millpond.runtime.errors import (
+    EngineDied,
+    EngineStalled,
+    MillpondError,
+    QueueFull,
+    RequestFailed,
+    RuntimeClosed,
+)
+from millpond.runtime.results import Completion
+from millpond.runtime.testing.invariants import Violation
+from millpond.runtime.testing.oracle import Answer
+from millpond.runtime.testing.world_plan import RequestPlan
+
+if TYPE_CHECKING:
+    from millpond.runtime.testing.sim_house import SimHouse, SimProcess
+    from millpond.runtime.testing.world import World
+
+
+class Client:
+    """Sends its requests one after another.
+
+    is_closing  the world is closing the houses: requests may end with RuntimeClosed from here on
+    """
+
+    def __init__(
+        self,
+        world: World,
+        process: SimProcess,
+        houses: list[SimHouse],
+        requests: list[RequestPlan],
+        name: str,
+    ) -> None:
+        self._world, self._process, self._houses = world, process, houses
+        self._requests, self._name = requests, name
+        # mutable state, changed only in run and by the world
+        self.is_closing = False
+        self.ended = Event()
+
+    async def run(self) -> None:
+        """Ask everything; the end is told by ``ended`` however it comes."""
+        try:
+            for request in self._requests:
+                await sleep(request.start_s)
+                await self.ask(self._houses[request.house], request)
+        finally:
+            self.ended.set()
+
+    async def ask(self, house: SimHouse, request: RequestPlan) -> Completion | None:
+        """Send one request and check what comes of it; None unless it was answered."""
+        answer = self._world.oracle.answer(house.model, request)
+        done: Completion | None = None
+        outcome = "cancelled"
+        try:
+            with move_on_after(request.cancel_s if request.cancel_s >= 0 else math.inf):
+                outcome = "left"
+                async with house.house.gateway.stream(_prompt(request)) as tokens:
+                    done = await self._read(tokens, request, answer)
+        except MillpondError as error:
+            outcome = type(error).__name__
+            self._check_error(error, house)
+        if done is not None:
+            outcome = "answered"
+            self._check_done(done, house, request, answer)
+        self._world.result.outcomes[outcome] += 1
+        self._world.trace.event(self._name, f"{outcome} {answer.text!r}")
+        return done
+
+    async def _read(
+        self, tokens: TokenStream, request: RequestPlan, answer: Answer
+    ) -> Completion | None:
+        seen: list[int] = []
+        text = ""
+        if request.leave_tokens == 0:
+            return None
+        async for token in tokens:
+            text += token.text
+            if token.index == len(seen):
+                seen.append(token.token_id)
+            if tuple(seen) != answer.token_ids[: len(seen)] or not answer.text.startswith(text):
+                raise Violation(f"V1: found {seen} {text!r}, expected {answer}")
+            if len(seen) == request.leave_tokens:
+                return None
+        return await tokens.result()
+
+    def _check_done(
+        self, done: Completion, house: SimHouse, request: RequestPlan, answer: Answer
+    ) -> None:
+        found = Answer(done.token_ids, done.text, done.finish_reason)
+        if found != answer:
+            raise Violation(f"V1: {self._name}: found {found}, expected {answer}")
+        cached, watch = done.usage.cached_tokens, self._world.watch
+        self._world.result.cached_tokens += cached
+        most = self._world.oracle.boundary(house.model, request, watch.written.__contains__)
+        if cached > (0 if request.no_store else most):
+            raise Violation(f"V10: {cached} tokens were cached, at most {most} were ever written")
+        limit = self._process.layout.reuse_limit(len(request.prompt))
+        searched = not request.no_store and self._process.root is not None
+        if searched and cached < limit and not done.restore.misses and not house.runner.injected:
+            raise Violation(f"V10: {cached} of {limit} tokens were cached, with no miss counted")
+
+    def _check_error(self, error: MillpondError, house: SimHouse) -> None:
+        """An error is right only if the fault that explains it happened (V2)."""
+        broken = self._process.engine_threads[house.number].statistics().broken
+        match error:
+            case RequestFailed():
+                is_right = error.request_id in house.runner.failed
+            case EngineStalled() | EngineDied():
+                is_right = bool(broken) or self._process.disk.crashed or self._bug(house)
+            case RuntimeClosed():
+                is_right = self.is_closing or self._process.disk.crashed or self._bug(house)
+            case QueueFull():
+                is_right = self._process.limits.requests_max < len(self._houses) * 4
+            case _:
+                is_right = False
+        if not is_right:
+            raise Violation(f"V2: {self._name} got {type(error).__name__}: {error}")
+
+    @staticmethod
+    def _bug(house: SimHouse) -> bool:
+        return bool(house.runner.injected["model bug"])
+
+
+def _prompt(request: RequestPlan) -> Prompt:
+    sampling = SamplingParams(
+        max_tokens=request.max_tokens, stop=request.stop, ignore_eos=request.ignore_eos
+    )
+    return Prompt(
+        content=request.prompt, sampling=sampling, salt=request.salt, no_store=request.no_store
+    )
+
+
+def plain(request: RequestPlan) -> RequestPlan:
+    """Return the same question from somebody who waits for the answer."""
+    return msgspec.structs.replace(request, client=0, house=0, leave_tokens=-1, cancel_s=-1.0)

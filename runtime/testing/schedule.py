@@ -1,0 +1,166 @@
+"""Run an async function on a seeded schedule in virtual time, on trio or asyncio.
+
+trio     the order of runnable tasks is drawn from the seed, time jumps to the next deadline
+asyncio  tasks run in the loop's own order, always the same one; time jumps likewise
+
+The house waits for nothing outside the process, so when no task can run, time jumps.  A run that
+takes more than ``steps_max`` task steps is one that spins: ``Spinning`` is thrown into a task.
+
+trio offers no public way to seed its scheduler.  Its own hook for Hypothesis is used: a flag and a
+random generator in ``trio._core._run``, present and alike from trio 0.22 to 0.35.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import selectors
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import anyio
+import outcome
+import trio
+import trio.abc
+import trio.testing
+from trio._core import _run as trio_run
+
+T = TypeVar("T")
+Backend = Literal["trio", "asyncio"]
+Probe = Callable[[Any], None]
+STEPS_MAX = 500_000
+
+
+class Spinning(BaseException):
+    """Tasks kept each other running without end."""
+
+
+def run_seeded(
+    main: Callable[[], Awaitable[T]],
+    seed: int,
+    backend: Backend = "trio",
+    probe: Probe | None = None,
+    steps_max: int = STEPS_MAX,
+) -> T:
+    """Run ``main`` and return what it returns.
+
+    probe  called before each task step with trio's task (trio only); it may look, not change
+    """
+    if backend == "asyncio":
+        return _run_asyncio(main, steps_max)
+    with _seeded(seed):
+        clock = trio.testing.MockClock(autojump_threshold=0)
+        steps = _Steps(steps_max, probe)
+        return trio.run(main, clock=clock, instruments=[steps])
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    generator, state = trio_run._r, trio_run._r.getstate()
+    allowed = trio_run._ALLOW_DETERMINISTIC_SCHEDULING
+    generator.seed(seed)
+    trio_run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        trio_run._ALLOW_DETERMINISTIC_SCHEDULING = allowed  # type: ignore[misc]
+        generator.setstate(state)
+
+
+class _Steps(trio.abc.Instrument):
+    """Counts task steps and shows them to the probe."""
+
+    def __init__(self, steps_max: int, probe: Probe | None) -> None:
+        self._left, self._probe = steps_max, probe
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._left -= 1
+        if self._probe is not None:
+            self._probe(task)
+        if self._left < 0 and isinstance(task._next_send, outcome.Value) and _is_users(task):
+            task._next_send = outcome.Error(Spinning())
+
+
+def _is_users(task: trio.lowlevel.Task) -> bool:
+    """True for the main task and those below it, False for trio's own."""
+    runner = trio_run.GLOBAL_RUN_CONTEXT.runner
+    return task is runner.main_task or task.parent_nursery not in (None, runner.system_nursery)
+
+
+# -- asyncio
+
+
+class _JumpingSelector(selectors.BaseSelector):
+    """Watches nothing; waiting is moving the clock."""
+
+    def __init__(self, loop: _VirtualLoop) -> None:
+        self._loop = loop
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return selectors.SelectorKey(fileobj, 0, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return selectors.SelectorKey(fileobj, 0, 0, None)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise Spinning("every task waits and no deadline is set")
+        self._loop.now_s += timeout
+        return []
+
+    def get_map(self) -> dict[Any, selectors.SelectorKey]:
+        return {}
+
+
+class _Task(asyncio.Task[Any]):
+    """A task whose place in a set depends on its number, not on its address."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._number = next(_Task._numbers)
+        super().__init__(*arguments, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop without time and files; waking it from another thread is not supported."""
+
+    def __init__(self, steps_max: int) -> None:
+        self.now_s = 0.0
+        self._steps_left = steps_max
+        super().__init__(_JumpingSelector(self))
+        self._clock_resolution = 1e-9
+        _Task._numbers = itertools.count()
+        self.set_task_factory(_make_task)
+
+    def time(self) -> float:
+        return self.now_s
+
+    def _run_once(self) -> None:
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            self._steps_left = 10_000  # for the tasks to end
+            raise Spinning
+        super()._run_once()  # type: ignore[misc]
+
+
+def _make_task(loop: Any, coroutine: Any, **options: Any) -> Any:
+    return _Task(coroutine, loop=loop, **options)
+
+
+def _run_asyncio(main: Callable[[], Awaitable[T]], steps_max: int) -> T:
+    options = {"loop_factory": lambda: _VirtualLoop(steps_max)}
+    return anyio.run(main, backend="asyncio", backend_options=options)
+
+
+def seeded_random(*parts: object) -> random.Random:
+    """Return a generator for one purpose: the same parts, the same numbers, in every process."""
+    return random.Random("/".join(map(str, parts)))

@@ -1,0 +1,208 @@
+"""``SimProcess``: one simulated process with its disk, threads, spill root and houses.
+
+The actors are the real ones; the runner, the threads and the disk are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from anyio import current_time
+from millpond.actors.engine import Engine, EngineParts
+from millpond.actors.gateway import Gateway, GatewayParts
+from millpond.actors.store import Store, StoreParts
+from millpond.actors.supervisor import House, HouseParts, open_house
+from millpond.codecs.messages import Loaded, Weights
+from millpond.runtime.channels import Outbox
+from millpond.runtime.config import Limits
+from millpond.runtime.errors import EngineError, SpillError
+from millpond.runtime.kv.layout import KvLayout
+from millpond.runtime.kv.root import RootOptions, SpillRoot
+from millpond.runtime.staging import StagingPool
+from millpond.runtime.testing.fake_model import FakeModel
+from millpond.runtime.testing.invariants import ArrowWatch
+from millpond.runtime.testing.oracle import END_ID, FINGERPRINT, Letters, guard_of, weights_of
+from millpond.runtime.testing.sim_disk import SimDisk
+from millpond.runtime.testing.trace import Trace
+from millpond.runtime.testing.workers import InlineWorker, Pace, SimWorker
+from millpond.runtime.testing.world_plan import VOCAB, ProcessPlan, WorldPlan
+
+DISK_STALL_S, ENGINE_STALL_S = 60.0, 120.0
+OPEN_STALL_S = 10 * DISK_STALL_S
+
+
+class EmptyLoader:
+    """The fake model needs no weights."""
+
+    async def run(self, weights: Outbox[Weights]) -> None:
+        """Say so."""
+        async with weights:
+            await weights.send(Loaded(tensors=0))
+
+
+@dataclass(frozen=True, slots=True)
+class SimHouse:
+    """A running house and what the world looks at."""
+
+    number: int
+    model: int
+    house: House
+    engine: Engine
+    store: Store
+    runner: FakeModel
+    pools: tuple[StagingPool, ...]
+    arrows: ArrowWatch
+
+
+class SimProcess:
+    """What the houses of one process share.
+
+    root  None until ``open_root`` succeeded
+    """
+
+    def __init__(self, world: WorldPlan, plan: ProcessPlan, disk: SimDisk, name: str) -> None:
+        self._world, self.plan, self.disk, self.name = world, plan, disk, name
+        self.layout = world.layout.layout()
+        self.limits = _limits(world, plan)
+        pace = Pace(share=world.busy)
+        seed = world.seed
+        self.readers = tuple(
+            SimWorker(
+                f"reader{index}",
+                seed + index,
+                pace,
+                plan.reader_faults if not index else (),
+                disk.take_delay,
+            )
+            for index in range(world.bounds.disk_readers)
+        )
+        self.writer = SimWorker("writer", seed + 7, pace, plan.writer_faults, disk.take_delay)
+        self.engine_threads = tuple(
+            SimWorker(f"engine{index}", seed + 20 + index, pace, plan.engine_faults * (not index))
+            for index in range(len(plan.models))
+        )
+        self.root: SpillRoot | None = None
+        self.runners: list[FakeModel] = []
+
+    async def open_root(self) -> None:
+        """Open the spill root as a runtime does; a root that cannot be used is none."""
+        options = RootOptions(
+            token=f"w{self.name}",
+            bytes_max=self._world.bytes_max,
+            quarantine_bytes_max=self._world.bytes_max,
+            stall_s=DISK_STALL_S,
+            sync=self._world.durability == "power",
+        )
+        try:
+            self.root = await self.writer.call(
+                partial(SpillRoot.open, self.disk, options), OPEN_STALL_S
+            )
+        except (SpillError, EngineError):
+            self.root = None
+
+    @asynccontextmanager
+    async def house(self, number: int, trace: Trace) -> AsyncIterator[SimHouse]:
+        """Run one house."""
+        model = self.plan.models[number]
+        tag = f"{self.name}.{number}"
+        arrows = ArrowWatch(lambda arrow, data: trace.message(f"{tag} {arrow}", data))
+        faults = self.plan.model_faults if not number else ()
+        runner = FakeModel(self.layout, weights_of(model), VOCAB, faults)
+        self.runners.append(runner)
+        pools = _pools(self.layout, self._world)
+        engine = Engine(self._engine_parts(number, runner, pools))
+        store = Store(self._store_parts(model, pools))
+        parts = HouseParts(
+            gateway=Gateway(self._gateway_parts(model)),
+            store=store,
+            engine=engine,
+            loader=EmptyLoader(),
+            limits=self.limits,
+            tap=arrows.see,
+        )
+        async with open_house(parts) as house:
+            yield SimHouse(number, model, house, engine, store, runner, pools, arrows)
+
+    def workers(self) -> tuple[SimWorker, ...]:
+        """Return every simulated thread."""
+        return (*self.readers, self.writer, *self.engine_threads)
+
+    def _engine_parts(
+        self, number: int, runner: FakeModel, pools: tuple[StagingPool, ...]
+    ) -> EngineParts:
+        return EngineParts(
+            runner=runner,
+            thread=self.engine_threads[number],
+            layout=self.layout,
+            context_tokens=context_tokens(self.layout),
+            end_ids=frozenset({END_ID}),
+            weight_pool=pools[0],
+            restore_pool=pools[1],
+            spill_pool=pools[2],
+            limits=self.limits,
+            clock=current_time,
+        )
+
+    def _store_parts(self, model: int, pools: tuple[StagingPool, ...]) -> StoreParts:
+        return StoreParts(
+            layout=self.layout,
+            fingerprint=FINGERPRINT,
+            guard=guard_of(model),
+            limits=self.limits,
+            root=self.root,
+            readers=self.readers,
+            writer=self.writer,
+            restore_pool=pools[1],
+            spill_pool=pools[2],
+            clock=current_time,
+        )
+
+    def _gateway_parts(self, model: int) -> GatewayParts:
+        return GatewayParts(
+            tokenizer=Letters(),
+            thread=InlineWorker("host"),
+            fingerprint=FINGERPRINT,
+            guard=guard_of(model),
+            reuse="exact",
+            block_tokens=self.layout.block_tokens,
+            context_tokens=context_tokens(self.layout),
+            limits=self.limits,
+            clock=current_time,
+        )
+
+
+def context_tokens(layout: KvLayout) -> int:
+    """Return the context of the fake model: the longest prompt, and a completion that it cuts."""
+    return 6 * layout.block_tokens + 4
+
+
+def _limits(world: WorldPlan, plan: ProcessPlan) -> Limits:
+    bounds = world.bounds
+    return Limits(
+        requests_max=bounds.requests_max,
+        sequences_max=bounds.sequences_max,
+        channel_messages=bounds.channel_messages,
+        restore_slots=bounds.restore_slots,
+        spill_slots=bounds.spill_slots,
+        restores_max=bounds.restores_max,
+        disk_readers=bounds.disk_readers,
+        engine_stall_s=ENGINE_STALL_S,
+        engine_warm_s=ENGINE_STALL_S,
+        disk_stall_s=DISK_STALL_S,
+        drain_s=plan.drain_s,
+    )
+
+
+def _pools(layout: KvLayout, world: WorldPlan) -> tuple[StagingPool, ...]:
+    bounds, tokens = world.bounds, layout.block_tokens
+    largest = max(group.block_bytes(tokens) for group in layout.groups)
+    plane = max(group.plane_bytes(tokens) for group in layout.groups)
+    slot_bytes = min(largest, bounds.slot_planes * plane) or largest
+    return (
+        StagingPool("weights", 1, 1),
+        StagingPool("restore", bounds.restore_slots, slot_bytes),
+        StagingPool("spill", bounds.spill_slots, slot_bytes),
+    )

@@ -1,0 +1,257 @@
+"""``World``: runs a planned world with the real actors and checks every invariant on the way.
+
+    result = run_world(draw_plan(17))
+    assert result.violation is None
+
+After the planned processes a last one without faults asks again, in quiet, what was asked before.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from anyio import (
+    Event,
+    create_task_group,
+    current_time,
+    get_cancelled_exc_class,
+    move_on_after,
+    sleep,
+)
+from millpond.runtime.errors import EngineError
+from millpond.runtime.testing.clients import Client
+from millpond.runtime.testing.fake_model import ModelBug
+from millpond.runtime.testing.homecoming import check_home
+from millpond.runtime.testing.invariants import DiskWatch, Violation
+from millpond.runtime.testing.oracle import Oracle
+from millpond.runtime.testing.quiet_end import ask_again
+from millpond.runtime.testing.schedule import Probe, Spinning, run_seeded
+from millpond.runtime.testing.sim_device import SimDevice
+from millpond.runtime.testing.sim_disk import SimCrash, SimDisk
+from millpond.runtime.testing.sim_house import SimHouse, SimProcess, context_tokens
+from millpond.runtime.testing.trace import Trace
+from millpond.runtime.testing.world_plan import ProcessPlan, RequestPlan, WorldPlan
+
+PATIENCE_S = 100_000.0  # virtual; nothing in a house waits that long
+LATE_S = 1.0  # a stuck call comes back that much after the last request
+
+
+@dataclass(slots=True)
+class WorldResult:
+    """How a world went.
+
+    violation  the first breach, None if there was none
+    digest     of the trace
+    injected   faults by kind
+    outcomes   requests by how they ended
+    cached_tokens, events  tokens that hits gave, entries of the trace
+    """
+
+    violation: str | None = None
+    digest: str = ""
+    injected: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    cached_tokens: int = 0
+    events: int = 0
+
+
+def run_world(
+    plan: WorldPlan, lines: list[str] | None = None, probe: Probe | None = None
+) -> WorldResult:
+    """Run a world to its end or to its first violation.
+
+    lines  gets the readable trace
+    probe  see ``run_seeded``
+    """
+    world = World(plan, lines)
+    try:
+        run_seeded(world.run, plan.seed, plan.backend, probe)
+    except (Violation, Spinning) as error:
+        world.result.violation = str(error) or "tasks keep each other running without end"
+    except BaseExceptionGroup as group:
+        world.result.violation = _story(group)
+    return world.close()
+
+
+class World:
+    """One device and the processes that use it."""
+
+    def __init__(self, plan: WorldPlan, lines: list[str] | None = None) -> None:
+        self._plan = plan
+        self._layout = plan.layout.layout()
+        self.device = SimDevice(plan.seed, plan.capacity_bytes or None)
+        self.oracle = Oracle(self._layout, context_tokens(self._layout))
+        self.watch = DiskWatch(self.device, self.oracle, plan.bytes_max)
+        self.result = WorldResult()
+        self.trace = Trace(self._now, lines)
+        # mutable state, changed only in run
+        self._running = False
+        for process in plan.processes:
+            for request in process.requests:
+                self.oracle.learn(process.models[request.house], request)
+
+    async def run(self) -> None:
+        """Run every process, then the quiet end."""
+        self._running = True
+        for number, process in enumerate(self._plan.processes):
+            await self._live(f"p{number}", process)
+        await self._end_quietly()
+
+    def close(self) -> WorldResult:
+        """Return the result."""
+        self._running = False
+        self.result.injected.update(self.device.losses)
+        self.result.digest, self.result.events = self.trace.digest(), self.trace.events
+        return self.result
+
+    def _now(self) -> float:
+        return current_time() if self._running else 0.0
+
+    # -- one process
+
+    async def _live(self, name: str, plan: ProcessPlan) -> None:
+        disk = SimDisk(self.device, plan.disk_faults, plan.crash, self._see)
+        process = SimProcess(self._plan, plan, disk, name)
+        self.watch.process_starts()
+        self.trace.event(name, f"starts: {self.device!r}")
+        try:
+            with move_on_after(PATIENCE_S) as patience:
+                await self._serve(process, plan)
+            if patience.cancelled_caught:
+                raise Violation("V2: something waits for ever")
+        except BaseException as error:
+            self._judge(error, process, plan)
+        finally:
+            self._count(process)
+        if disk.crashed:
+            assert plan.crash is not None
+            self.trace.event(name, f"is dead: {self.device!r}")
+            self.watch.after_crash(plan.crash.power, self._plan.durability)
+
+    async def _serve(self, process: SimProcess, plan: ProcessPlan) -> None:
+        await process.open_root()
+        async with create_task_group() as callers:
+            done = Event()
+            async with AsyncExitStack() as stack:
+                houses = [
+                    await stack.enter_async_context(process.house(number, self.trace))
+                    for number in range(len(plan.models))
+                ]
+                clients = self._clients(process, houses, plan)
+                for client in clients:
+                    callers.start_soon(client.run)
+                callers.start_soon(_wait_all, clients, done)
+                with move_on_after(plan.close_s if plan.close_s >= 0 else math.inf):
+                    await done.wait()
+                if any(worker.stuck for worker in process.workers()):
+                    await sleep(LATE_S)
+                    for worker in process.workers():
+                        worker.come_back()
+                closing_s = current_time()
+                for client in clients:
+                    client.is_closing = True
+            took_s = current_time() - closing_s
+        check_home(self.device, process, houses, took_s)
+        if process.root is not None:
+            process.root.close()
+        process.disk.close()
+
+    def _clients(
+        self, process: SimProcess, houses: list[SimHouse], plan: ProcessPlan
+    ) -> list[Client]:
+        by_client: dict[int, list[RequestPlan]] = {}
+        for request in plan.requests:
+            by_client.setdefault(request.client, []).append(request)
+        return [
+            Client(self, process, houses, requests, f"{process.name} client{number}")
+            for number, requests in by_client.items()
+        ]
+
+    def _judge(self, error: BaseException, process: SimProcess, plan: ProcessPlan) -> None:
+        """A process may end by its planned crash or bug, or a broken thread, and nothing else."""
+        disk = process.disk
+        broken = any(thread.statistics().broken for thread in process.engine_threads)
+        leaves = list(_leaves(error))
+        for leaf in leaves:
+            if isinstance(leaf, Violation | Spinning):
+                raise leaf
+        cancelled = get_cancelled_exc_class()
+        for leaf in leaves:
+            if isinstance(leaf, SimCrash) and disk.crashed:
+                continue
+            planned = any(fault.kind == "bug" for fault in plan.model_faults)
+            if isinstance(leaf, ModelBug) and planned:
+                continue
+            if isinstance(leaf, EngineError) and broken:
+                continue
+            if isinstance(leaf, cancelled):
+                raise leaf
+            raise Violation(f"a process ended with {_story(leaf)}") from leaf
+        if not disk.crashed:
+            disk.close()
+
+    def _count(self, process: SimProcess) -> None:
+        self.result.injected.update(process.disk.injected)
+        for worker in process.workers():
+            self.result.injected.update(worker.injected)
+        for runner in process.runners:
+            self.result.injected.update(runner.injected)
+
+    def _see(self, operation: str, path: str, target: str) -> None:
+        self.trace.event("disk", f"{operation} {path} {target}")
+        self.watch.see(operation, path, target)
+
+    # -- the end
+
+    async def _end_quietly(self) -> None:
+        for number, model in enumerate(sorted(self._models())):
+            requests = self._asked_of(model)
+            plan = ProcessPlan(models=(model,), requests=tuple(requests))
+            disk = SimDisk(self.device, watch=self._see)
+            process = SimProcess(self._plan, plan, disk, f"end{number}")
+            self.watch.process_starts()
+            with move_on_after(PATIENCE_S) as patience:
+                await ask_again(self, process, plan)
+            if patience.cancelled_caught:
+                raise Violation("V2: something waits for ever at the quiet end")
+
+    def _models(self) -> set[int]:
+        return {model for process in self._plan.processes for model in process.models}
+
+    def _asked_of(self, model: int) -> list[RequestPlan]:
+        found: dict[tuple[object, ...], RequestPlan] = {}
+        for process in self._plan.processes:
+            for request in process.requests:
+                if process.models[request.house] == model and not request.no_store:
+                    found.setdefault((request.prompt, request.salt), request)
+        return list(found.values())
+
+
+async def _wait_all(clients: list[Client], done: Event) -> None:
+    for client in clients:
+        await client.ended.wait()
+    done.set()
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _leaves(one)
+    else:
+        yield error
+
+
+def _story(error: BaseException) -> str:
+    """Return an error's message and where it was raised."""
+    found = next(_leaves(error))
+    frames = traceback.extract_tb(found.__traceback__)
+    ours = [
+        frame for frame in frames if "millpond" in frame.filename or "/actors/" in frame.filename
+    ]
+    place = f" at {ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].lineno}" if ours else ""
+    return f"{type(found).__name__}: {found}{place}"
