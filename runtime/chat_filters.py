@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment
 from jinja2.filters import FILTERS, do_indent, make_attrgetter
@@ -14,8 +14,8 @@ from jinja2.tests import TESTS
 from millpond.runtime.chat_meter import Meter
 from millpond.runtime.errors import ChatTemplateError
 
-_FILTERS: dict[str, Callable[..., Any]] = dict(FILTERS)
-_TESTS: dict[str, Callable[..., Any]] = dict(TESTS)
+_FILTERS = cast("dict[str, Callable[..., Any]]", FILTERS)
+_TESTS = cast("dict[str, Callable[..., Any]]", TESTS)
 
 # Jinja's filters, by what they read of their first operand.
 _OF_TEXT = ("capitalize", "e", "escape", "lower", "safe", "title", "upper")
