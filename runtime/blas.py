@@ -32,7 +32,7 @@ class Blas:
 
     name     ``openblas``, or ``bundled`` for the one that MLX came with
     version  of the library and the kernels it chose for this processor, or empty
-    threads  that a product may use
+    threads  that a product uses, as the library says
     problem  why the fast one is not used; empty if it is, or was not asked for
     """
 
@@ -57,14 +57,18 @@ def preload(threads: int) -> Blas:
     except ImportError:
         return Blas("bundled", "", 1, "the fast-cpu extra is not installed")
     try:
-        library = ctypes.CDLL(str(_renamed(scipy_openblas32)), mode=ctypes.RTLD_GLOBAL)
+        # The package has loaded its own copy, globally; without DEEPBIND ours would call into it,
+        # and the count of threads would be set there and not here.
+        mode = ctypes.RTLD_GLOBAL | os.RTLD_DEEPBIND
+        library = ctypes.CDLL(str(_renamed(scipy_openblas32)), mode=mode)
     except (OSError, subprocess.SubprocessError) as error:
         return Blas("bundled", "", 1, f"the fast BLAS could not be loaded: {error}")
     library.scipy_openblas_set_num_threads(threads)
     _LOADED.append(library)
     library.scipy_openblas_get_corename.restype = ctypes.c_char_p
     core = (library.scipy_openblas_get_corename() or b"").decode(errors="replace")
-    return Blas("openblas", f"{scipy_openblas32.__version__} {core}".strip(), threads)
+    version = f"{scipy_openblas32.__version__} {core}".strip()
+    return Blas("openblas", version, library.scipy_openblas_get_num_threads())
 
 
 # The library stays loaded for the life of the process; a second preload finds it here.
