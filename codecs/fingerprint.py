@@ -53,6 +53,7 @@ class NumericsIdentity(msgspec.Struct, frozen=True, kw_only=True):
     mlx_version                 as ``mlx.core.__version__``
     blas_name, blas_version, blas_threads  the BLAS that float32 products use on a CPU
     kernel_revision             counts changes of our own forward pass that change bits
+    host_kernels                library and version of what is computed beside MLX, or empty
     """
 
     device_kind: str
@@ -64,6 +65,7 @@ class NumericsIdentity(msgspec.Struct, frozen=True, kw_only=True):
     blas_version: str
     blas_threads: int
     kernel_revision: int
+    host_kernels: str = ""
 
 
 class GuardInputs(msgspec.Struct, frozen=True, kw_only=True):

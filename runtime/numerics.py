@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 from pathlib import Path
 
+import numpy as np
 from millpond.codecs.fingerprint import NumericsIdentity
 from millpond.runtime.blas import Blas, preload
 from millpond.runtime.config import RuntimeConfig
@@ -33,6 +34,7 @@ def numerics_identity(config: RuntimeConfig) -> NumericsIdentity:
         blas_version=blas.version,
         blas_threads=blas.threads,
         kernel_revision=KERNEL_REVISION,
+        host_kernels=f"numpy {np.__version__}" if on_cpu else "",
     )
 
 

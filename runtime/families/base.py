@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 from millpond.codecs.descriptors import LayerType
+from millpond.runtime.families import host_kernels
 from millpond.runtime.families.config import LayerConfig, ModelConfig
+from millpond.runtime.families.host_kernels import attend_rows
 from millpond.runtime.kv.cache import Array, Pass, Rows
 
 
@@ -151,7 +153,7 @@ class Attention:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._fused = mx.default_device() != mx.cpu
+        self._is_fused = mx.default_device() != mx.cpu
         # mutable state: the masks of the last pass; a chunk's layers share them
         self._masks: dict[tuple[int, ...], Array] = {}
 
@@ -160,17 +162,18 @@ class Attention:
         keys, values = rows.keys.astype(queries.dtype), rows.values.astype(queries.dtype)
         count, scale = queries.shape[2], self._config.attention_scale
         mask = self._mask(count, rows, layer, position) if count > 1 else None
-        if self._fused:
+        if self._is_fused:
             return mx.fast.scaled_dot_product_attention(
                 queries, keys, values, scale=scale, mask=mask
             )
         kv_heads, dim = keys.shape[1], queries.shape[3]
         stacked_rows = (queries * scale).reshape(1, kv_heads, -1, dim)
         scores = stacked_rows @ keys.swapaxes(-1, -2)
+        if mask is not None and scores.dtype == mx.float32:
+            return attend_rows(scores, mask, values).reshape(queries.shape)
         if mask is not None:
-            used = keys.shape[2]
-            shape = scores.shape
-            scores = (scores.reshape(1, kv_heads, -1, count, used) + mask).reshape(shape)
+            grouped = scores.reshape(1, kv_heads, -1, count, keys.shape[2])
+            scores = (grouped + mask.astype(scores.dtype)).reshape(scores.shape)
         return (mx.softmax(scores, axis=-1) @ values).reshape(queries.shape)
 
     def _mask(self, count: int, rows: Rows, layer: LayerConfig, position: int) -> Array:
@@ -185,7 +188,7 @@ class Attention:
             visible = key <= query
             if window:
                 visible = visible & (query - key < window)
-            mask = visible if self._fused else mx.where(visible, 0.0, -mx.inf)
+            mask = visible if self._is_fused else mx.where(visible, 0.0, -mx.inf)
             if len(self._masks) >= MASKS_KEPT:
                 self._masks.clear()
             self._masks[wanted] = mask
@@ -198,6 +201,28 @@ MASKS_KEPT = 4  # a pass needs one per kind of layer
 def gelu_tanh(x: Array) -> Array:
     """GELU in its tanh form: 0.5·x·(1 + tanh(sqrt(2/π)·(x + 0.044715·x³)))."""
     return 0.5 * x * (1 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def gelu_gated(gate_up: Array) -> Array:
+    """(n, 2F), gate then up → (n, F): gelu_tanh(gate) · up."""
+    if _on_host(gate_up):
+        return host_kernels.gelu_gated(gate_up)
+    gate, up = mx.split(gate_up, 2, axis=-1)
+    return gelu_tanh(gate) * up
+
+
+def silu_gated(gate_up: Array) -> Array:
+    """(n, 2F), gate then up → (n, F): gate · sigmoid(gate) · up."""
+    if _on_host(gate_up):
+        return host_kernels.silu_gated(gate_up)
+    gate, up = mx.split(gate_up, 2, axis=-1)
+    return gate * mx.sigmoid(gate) * up
+
+
+def _on_host(x: Array) -> bool:
+    """True for a chunk in float32 on a CPU: there numpy is faster; one token is not worth it."""
+    on_cpu = mx.default_device() == mx.cpu
+    return bool(on_cpu and x.dtype == mx.float32 and x.shape[0] > 1)
 
 
 def soft_capped(logits: Array, cap: float) -> Array:

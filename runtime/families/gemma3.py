@@ -15,7 +15,7 @@ from millpond.runtime.families.base import (
     Linear,
     Weights,
     embedding_rows,
-    gelu_tanh,
+    gelu_gated,
     heads,
     joined,
     rope,
@@ -87,8 +87,7 @@ class Gemma3:
 
 
 def _mlp(layer: _Layer, x: Array) -> Array:
-    gate, up = mx.split(layer.gate_up(x), 2, axis=-1)
-    return layer.down(gelu_tanh(gate) * up)
+    return layer.down(gelu_gated(layer.gate_up(x)))
 
 
 def _layer(config: LayerConfig, prefix: str, weights: Weights) -> _Layer:

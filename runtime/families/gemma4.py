@@ -16,6 +16,7 @@ from millpond.runtime.families.base import (
     Linear,
     Weights,
     embedding_rows,
+    gelu_gated,
     gelu_tanh,
     heads,
     joined,
@@ -117,8 +118,7 @@ class Gemma4:
 
     def _feed_forward(self, layer: _Layer, x: Array) -> Array:
         normed = self._norm(x, layer["ffn_norm"])
-        gate, up = mx.split(layer.gate_up(normed), 2, axis=-1)
-        dense = layer["ffn_down"](gelu_tanh(gate) * up)
+        dense = layer["ffn_down"](gelu_gated(layer.gate_up(normed)))
         if layer.experts is None:
             return dense
         mixed = layer.experts.mix(

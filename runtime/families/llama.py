@@ -19,6 +19,7 @@ from millpond.runtime.families.base import (
     joined,
     rope,
     rope_divisors,
+    silu_gated,
     soft_capped,
     stacked,
 )
@@ -59,8 +60,7 @@ class Llama:
             rows = kv.add(index, keys, values)
             seen = self._attend(queries, rows, layer.config, first)
             x = x + layer.output(joined(seen))
-            gate, up = mx.split(layer.gate_up(self._normed(x, layer.ffn_norm)), 2, axis=-1)
-            x = x + layer.down(gate * mx.sigmoid(gate) * up)
+            x = x + layer.down(silu_gated(layer.gate_up(self._normed(x, layer.ffn_norm))))
         return self._normed(x, self._norm)
 
     def logits(self, hidden: Array) -> Array:
