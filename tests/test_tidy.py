@@ -108,9 +108,9 @@ def wall_faults(name: str, source: str, walls: list[Wall]) -> list[str]:
 
 
 def is_own(name: str, module: str, wall: Wall) -> bool:
-    """An actor may import its own files: ``engine.py`` and ``engine_*.py`` are one actor."""
+    """An actor may import its own files: ``engine.py``, ``engine_*.py``, or all of ``http/``."""
     parts = module.split(".")
-    mine = Path(name).stem.split("_")[0]
+    mine = name.split("/")[1].removesuffix(".py").split("_")[0]
     return "own" in wall.ours and len(parts) > 2 and parts[2].split("_")[0] == mine
 
 
@@ -248,6 +248,9 @@ def test_a_broken_wall_is_found(name: str, source: str) -> None:
 def test_an_allowed_import_is_no_fault() -> None:
     allowed = "from millpond.actors.engine_offers import Offers\nimport anyio\nimport codecs"
     assert wall_faults("actors/engine.py", allowed, WALLS) == []
+    inside = "from millpond.actors.http.routes import Routes"
+    assert wall_faults("actors/http/server.py", inside, WALLS) == []
+    assert wall_faults("actors/engine.py", inside, WALLS) != []
     assert wall_faults("runtime/kv/cache.py", "import mlx.core as mx", WALLS) == []
 
 

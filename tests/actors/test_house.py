@@ -34,6 +34,7 @@ from millpond.runtime.steps import Sampled, Step, StepResult
 from millpond.runtime.threads import PinnedThread
 
 pytestmark = pytest.mark.anyio
+LIMITS = Limits()
 LAYOUT = KvLayout((LayerGroup(0, LayerType.FULL, 1, 4, KvDType.F32, (0,)),), 4, 4, 1, 4)
 CONTEXT, END, VOCAB = 100, 250, 256
 
@@ -145,7 +146,7 @@ class Built:
 
 @asynccontextmanager
 async def opened(
-    script: Script | None = None, limits: Limits = Limits(), loader: Loader | None = None
+    script: Script | None = None, limits: Limits = LIMITS, loader: Loader | None = None
 ) -> AsyncIterator[Built]:
     script = script or Script()
     pools = [StagingPool(name, 4, 256) for name in ("weights", "restore", "spill")]
