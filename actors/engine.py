@@ -289,12 +289,14 @@ class Engine:
             sequence = self._running[sampled.sequence_id]
             sequence.completion.append(sampled.token_id)
             digests = (sampled.logits_xxh3,) if sampled.logits_xxh3 else ()
+            logprobs = (sampled.logprob,) if sampled.logprob is not None else ()
             await tokens.send(
                 Tokens(
                     request_id=sequence.id,
                     first_index=len(sequence.completion) - 1,
                     token_ids=(sampled.token_id,),
                     logits_xxh3=digests,
+                    logprobs=logprobs,
                 )
             )
         await self._finish(result, tokens)

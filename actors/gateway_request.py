@@ -8,7 +8,7 @@ from typing import Protocol
 
 from anyio import Event
 from anyio.lowlevel import checkpoint
-from millpond.codecs.messages import Finished, FinishReason, Submit, Tokens
+from millpond.codecs.messages import Finished, FinishReason, Submit, TokenLogprob, Tokens
 from millpond.runtime import errors
 from millpond.runtime.errors import EngineError, MillpondError, RequestFailed
 from millpond.runtime.results import Completion, StreamedToken, Timings, Usage
@@ -60,6 +60,7 @@ class Request:
         self.ready: deque[StreamedToken] = deque()
         self.token_ids: list[int] = []
         self.digests: list[bytes] = []
+        self.logprobs: list[TokenLogprob] = []
         self.text = ""  # what the reader may see
         self._held = ""  # what may still turn out to be a stop string
         self._stopped = False
@@ -87,6 +88,7 @@ class Request:
                 break
             self.token_ids.append(token_id)
             self.digests.extend(message.logits_xxh3[place : place + 1])
+            self.logprobs.extend(message.logprobs[place : place + 1])
             self._add(self._detokenizer.push(token_id), token_id)
         self._notify()
         return self._stopped
@@ -143,6 +145,7 @@ class Request:
             offered=report.offered,
             refused=report.refused,
             logits_xxh3=tuple(self.digests),
+            logprobs=tuple(self.logprobs),
         )
 
     def _add(self, text: str, token_id: int) -> None:
@@ -166,9 +169,9 @@ class Request:
 
     def _emit(self, text: str, token_id: int) -> None:
         self.text += text
-        self.ready.append(
-            StreamedToken(token_id=token_id, text=text, index=len(self.token_ids) - 1)
-        )
+        index = len(self.token_ids) - 1
+        logprob = self.logprobs[index] if index < len(self.logprobs) else None
+        self.ready.append(StreamedToken(token_id=token_id, text=text, index=index, logprob=logprob))
 
     def _typed(self, message: Finished) -> MillpondError:
         kind = getattr(errors, message.error_type, None) if message.error_type else None

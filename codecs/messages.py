@@ -35,6 +35,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop          strings that end the completion and are not part of its text
     ignore_eos    go on after an end-of-generation token
     digest_logits return the xxh3-128 of each step's float32 logits (exactness checks)
+    repetition_penalty  divides positive and multiplies negative logits of ids that prompt or
+                  completion hold (Keskar et al. 2019, CTRL); 1 is off
+    presence_penalty, frequency_penalty  subtracted from the logits of the completion's ids, once,
+                  and once for each time
+    logit_bias    added to the logits of these ids
+    logprobs      return the log-probability of each token and of this many best ones; None: none
     """
 
     max_tokens: Positive = 256
@@ -46,6 +52,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=16)] = ()
     ignore_eos: bool = False
     digest_logits: bool = False
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 1.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: Annotated[dict[TokenId, float], msgspec.Meta(max_length=1024)] = {}
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Log-probability of a chosen token under the model, before temperature and filters.
+
+    logprob  natural logarithm, of the logits after penalties and bias
+    top      the most probable ids and theirs, best first
+    """
+
+    logprob: float
+    top: tuple[tuple[TokenId, float], ...] = ()
 
 
 class Descriptor(
@@ -198,12 +220,14 @@ class Tokens(Descriptor, frozen=True, tag="tokens"):
     first_index    index of the first of them within the completion
     token_ids      the ids
     logits_xxh3    xxh3-128 of each step's float32 logits, where digest_logits asked for it
+    logprobs       of each token, where they were asked for
     """
 
     request_id: Count
     first_index: Count
     token_ids: tuple[TokenId, ...]
     logits_xxh3: tuple[Hash16, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Finished(Descriptor, frozen=True, tag="finished"):

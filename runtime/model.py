@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import secrets
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import xxhash
 from millpond.codecs.descriptors import LayerType
-from millpond.codecs.messages import SamplingParams, Tensor
+from millpond.codecs.messages import Tensor
 from millpond.runtime.errors import ModelUnreadable, UnsupportedModel
 from millpond.runtime.families.base import Family, Weights
 from millpond.runtime.families.config import ModelConfig
@@ -31,7 +29,7 @@ from millpond.runtime.kv.cache import (
     WindowCache,
 )
 from millpond.runtime.kv.layout import KvLayout
-from millpond.runtime.sampling import choose
+from millpond.runtime.sampling import Draw, Sampler
 from millpond.runtime.steps import (
     DecodeToken,
     PrefillChunk,
@@ -64,7 +62,7 @@ class Model:
         self._builder = TensorBuilder(self._compute)
         self._family: Family | None = None
         self._caches: dict[int, dict[int, LayerCache]] = {}
-        self._seeds: dict[int, int] = {}
+        self._sampler = Sampler(self._config.suppress_tokens)
 
     def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
         """See ``Runner.load_rows``."""
@@ -112,14 +110,14 @@ class Model:
     def close(self) -> None:
         """See ``Runner.close``."""
         self._caches.clear()
-        self._seeds.clear()
+        self._sampler.clear()
         self._family = None
 
     # -- sequences
 
     def _drop(self, sequence_id: int) -> None:
         self._caches.pop(sequence_id, None)
-        self._seeds.pop(sequence_id, None)
+        self._sampler.forget(sequence_id)
 
     def _fail(self, sequence_id: int, error: Exception, failures: dict[int, str]) -> None:
         self._drop(sequence_id)
@@ -198,7 +196,8 @@ class Model:
             if chunk.sample is None:
                 mx.eval(arrays)
                 return None
-            return self._sample(chunk.sequence_id, hidden[-1:], (chunk.sample, 0), arrays)
+            draw = Draw(chunk.sequence_id, chunk.sample, 0, chunk.prompt)
+            return self._sample(draw, hidden[-1:], arrays)
         except _DEVICE_ERRORS as error:
             self._fail(chunk.sequence_id, error, failures)
             return None
@@ -211,7 +210,8 @@ class Model:
             ids = mx.array([token.token_id], dtype=mx.uint32)
             hidden = self._ready.forward(ids, DecodePass(caches), token.position)
             arrays = [a for cache in caches.values() for a in cache.arrays()]
-            return self._sample(token.sequence_id, hidden, (token.sample, token.step), arrays)
+            draw = Draw(token.sequence_id, token.sample, token.step)
+            return self._sample(draw, hidden, arrays)
         except _DEVICE_ERRORS as error:
             self._fail(token.sequence_id, error, failures)
             return None
@@ -222,23 +222,8 @@ class Model:
             raise RuntimeError("found a step before the weights were loaded")
         return self._family
 
-    def _sample(
-        self, sequence_id: int, hidden: Array, how: tuple[SamplingParams, int], arrays: list[Array]
-    ) -> Sampled:
-        sampling, step = how
-        logits = self._ready.logits(hidden)[0]
-        suppressed = self._config.suppress_tokens
-        if suppressed:
-            logits[mx.array(suppressed)] = -math.inf
-        chosen = choose(logits, sampling, self._seed_of(sequence_id, sampling), step)
-        mx.eval(chosen, logits, arrays)
-        digest = xxhash.xxh3_128_digest(memoryview(logits)) if sampling.digest_logits else b""
-        return Sampled(sequence_id, int(chosen.item()), digest)
-
-    def _seed_of(self, sequence_id: int, sampling: SamplingParams) -> int:
-        if sampling.seed is not None:
-            return sampling.seed
-        return self._seeds.setdefault(sequence_id, secrets.randbits(63))
+    def _sample(self, draw: Draw, hidden: Array, arrays: list[Array]) -> Sampled:
+        return self._sampler.sample(draw, self._ready.logits(hidden)[0], arrays)
 
     def _snapshot(self, one: SnapshotPlanes, failures: dict[int, str]) -> bytes:
         """Copy planes out; returns the payload's xxh3-128, empty if the sequence failed."""

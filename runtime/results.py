@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from millpond.codecs.messages import FinishReason, RestoreReport
+from millpond.codecs.messages import FinishReason, RestoreReport, TokenLogprob
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +33,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     restore        blocks and bytes read from disk, misses by reason
     offered, refused  blocks offered to the spill store, and not offered for want of room
     logits_xxh3    digest of each step's logits, where asked for
+    logprobs       of each token, where asked for
     """
 
     text: str
@@ -44,6 +45,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     offered: int = 0
     refused: int = 0
     logits_xxh3: tuple[bytes, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class StreamedToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +54,10 @@ class StreamedToken(msgspec.Struct, frozen=True, kw_only=True):
     token_id  the id
     text      text that became whole with it; may be empty, never half a character
     index     place within the completion
+    logprob   where it was asked for
     """
 
     token_id: int
     text: str
     index: int
+    logprob: TokenLogprob | None = None

@@ -6,10 +6,120 @@ gives the same text whatever else runs.
 
 from __future__ import annotations
 
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from millpond.codecs.messages import SamplingParams
+import numpy as np
+import xxhash
+from millpond.codecs.messages import SamplingParams, TokenLogprob
+from millpond.runtime.steps import Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to choose.
+
+    step    its index within the completion
+    prompt  the packed prompt at step 0, where a penalty looks at it; else empty
+    """
+
+    sequence_id: int
+    sampling: SamplingParams
+    step: int
+    prompt: bytes = b""
+
+
+@dataclass(slots=True)
+class History:
+    """What penalties look at.
+
+    prompt      distinct prompt ids, where a repetition penalty asked for them
+    completion  how often each id was chosen so far
+    """
+
+    prompt: frozenset[int] = frozenset()
+    completion: Counter[int] = field(default_factory=Counter)
+
+
+class Sampler:
+    """Seeds and histories of the live sequences."""
+
+    def __init__(self, suppressed: tuple[int, ...]) -> None:
+        self._suppressed = mx.array(suppressed, dtype=mx.uint32) if suppressed else None
+        # mutable state, changed only in the methods
+        self._seeds: dict[int, int] = {}
+        self._histories: dict[int, History] = {}
+
+    def sample(self, draw: Draw, logits: Any, arrays: list[Any]) -> Sampled:
+        """Choose a token from raw float32 logits (V,), and evaluate ``arrays`` along with it."""
+        sampling, raw = draw.sampling, logits
+        history = self._history(draw)
+        logits = adjusted(logits, sampling, history)
+        if self._suppressed is not None:
+            logits = _put(logits, self._suppressed, mx.array(-mx.inf))
+        chosen = choose(logits, sampling, self._seed_of(draw), draw.step)
+        mx.eval(chosen, raw, logits, arrays)
+        token_id = int(chosen.item())
+        history.completion[token_id] += 1
+        count = sampling.logprobs
+        return Sampled(
+            draw.sequence_id,
+            token_id,
+            xxhash.xxh3_128_digest(memoryview(raw)) if sampling.digest_logits else b"",
+            None if count is None else logprob_of(logits, token_id, count),
+        )
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop what is known of a sequence."""
+        self._seeds.pop(sequence_id, None)
+        self._histories.pop(sequence_id, None)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._seeds.clear()
+        self._histories.clear()
+
+    def _history(self, draw: Draw) -> History:
+        if draw.step == 0:
+            prompt = np.unique(np.frombuffer(draw.prompt, dtype="<u4")).tolist()
+            self._histories[draw.sequence_id] = History(frozenset(prompt))
+        return self._histories.setdefault(draw.sequence_id, History())
+
+    def _seed_of(self, draw: Draw) -> int:
+        if draw.sampling.seed is not None:
+            return draw.sampling.seed
+        return self._seeds.setdefault(draw.sequence_id, secrets.randbits(63))
+
+
+def adjusted(logits: Any, sampling: SamplingParams, history: History) -> Any:
+    """Return float32 logits (V,) after repetition, presence and frequency penalty, and bias."""
+    if sampling.repetition_penalty != 1.0:
+        seen = sorted(i for i in history.prompt | set(history.completion) if i < logits.shape[0])
+        if seen:
+            index = mx.array(seen, dtype=mx.uint32)
+            found, penalty = logits[index], sampling.repetition_penalty
+            logits = _put(logits, index, mx.where(found > 0, found / penalty, found * penalty))
+    if history.completion and (sampling.presence_penalty or sampling.frequency_penalty):
+        chosen = sorted(history.completion)
+        counts = mx.array([history.completion[i] for i in chosen], dtype=mx.float32)
+        index = mx.array(chosen, dtype=mx.uint32)
+        lost = sampling.presence_penalty + sampling.frequency_penalty * counts
+        logits = _put(logits, index, logits[index] - lost)
+    bias = {i: value for i, value in sampling.logit_bias.items() if i < logits.shape[0]}
+    if bias:
+        index = mx.array(sorted(bias), dtype=mx.uint32)
+        added = mx.array([bias[i] for i in sorted(bias)], dtype=mx.float32)
+        logits = _put(logits, index, logits[index] + added)
+    return logits
+
+
+def _put(logits: Any, index: Any, values: Any) -> Any:
+    copy = mx.array(logits)
+    copy[index] = values
+    return copy
 
 
 def choose(logits: Any, sampling: SamplingParams, seed: int, step: int) -> Any:
@@ -30,6 +140,16 @@ def choose(logits: Any, sampling: SamplingParams, seed: int, step: int) -> Any:
     keep |= rank == 0  # rounding must never leave nothing to choose from
     drawn = mx.random.categorical(mx.where(keep, ranked, -mx.inf), key=_key(seed, step))
     return order[drawn]
+
+
+def logprob_of(logits: Any, token_id: int, count: int) -> TokenLogprob:
+    """Return the log-probability of a chosen id and of the ``count`` best ones."""
+    values: Any = np.array(logits, dtype=np.float64)
+    top = float(values.max())
+    values -= top + np.log(np.exp(values - top).sum())
+    best: Any = np.argpartition(-values, min(count, len(values) - 1))[:count] if count else []
+    ranked = sorted(((int(i), float(values[i])) for i in best), key=lambda one: (-one[1], one[0]))
+    return TokenLogprob(logprob=float(values[token_id]), top=tuple(ranked))
 
 
 def _key(seed: int, step: int) -> Any:

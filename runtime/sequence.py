@@ -52,14 +52,15 @@ class Sequence:
         """Return the chunk of the grid that comes next; the last one may be partial."""
         first = self.prefilled
         end = min(self.prompt_tokens, first // chunk_tokens * chunk_tokens + chunk_tokens)
+        sampling = self.admit.sampling
+        is_last = end == self.prompt_tokens
         return PrefillChunk(
             sequence_id=self.id,
             first_token=first,
             token_ids=self.admit.token_ids[4 * first : 4 * end],
-            sample=self.admit.sampling if end == self.prompt_tokens else None,
-            context_tokens=min(
-                self.context_tokens, self.prompt_tokens + self.admit.sampling.max_tokens
-            ),
+            sample=sampling if is_last else None,
+            context_tokens=min(self.context_tokens, self.prompt_tokens + sampling.max_tokens),
+            prompt=self.admit.token_ids if is_last and sampling.repetition_penalty != 1 else b"",
         )
 
     def next_decode(self) -> DecodeToken:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from millpond.codecs.messages import SamplingParams, Tensor
+from millpond.codecs.messages import SamplingParams, Tensor, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class PrefillChunk:
     """Run the forward pass over known tokens ``[first_token, first_token + n)``.
 
     token_ids       little-endian u32, the n tokens
-    prefix_tokens   tokens whose rows must be in the cache; 0 on a first chunk starts afresh
-    sample          choose the next token from the last position's logits, or None
-    step            index of that token in the completion (0)
+    first_token     tokens whose rows must be in the cache; 0 starts afresh
+    sample          choose token 0 of the completion from the last position's logits, or None
     context_tokens  tokens that the sequence may reach; sizes a cache made here
+    prompt          the whole prompt, packed, where a repetition penalty looks at it; else empty
     """
 
     sequence_id: int
@@ -52,6 +52,7 @@ class PrefillChunk:
     token_ids: bytes
     sample: SamplingParams | None
     context_tokens: int
+    prompt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +106,13 @@ class Sampled:
     """One chosen token.
 
     logits_xxh3  xxh3-128 of the float32 logits, or empty
+    logprob      where it was asked for
     """
 
     sequence_id: int
     token_id: int
     logits_xxh3: bytes = b""
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
