@@ -10,8 +10,10 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from anyio import CancelScope, Event, create_task_group, move_on_after
@@ -29,6 +31,7 @@ from millpond.codecs.messages import (
     ToStore,
 )
 from millpond.runtime.channels import Inbox, Outbox
+from millpond.runtime.errors import EngineError
 from millpond.runtime.kv.header import group_folder
 from millpond.runtime.kv.plan import Shelves
 from millpond.runtime.kv.root import RootStatistics, SpillRoot
@@ -110,6 +113,10 @@ class Store:
         async with create_task_group() as loops:
             loops.start_soon(self._admit_all, submissions, admissions)
             loops.start_soon(self._accept_all, offers)
+        if self._parts.root is not None:
+            with contextlib.suppress(EngineError):
+                flush = self._parts.root.flush
+                await self._parts.writer.call(flush, self._parts.limits.disk_stall_s)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until every offer made so far is written or refused, for ``timeout_s`` at most."""
@@ -179,17 +186,28 @@ class Store:
         else:
             try:
                 await request.turn.wait()
-                await root.try_again(self._parts.writer, self._clock())
+                await self._try_again(root)
                 restored = await restorer.restore(submit, admissions)
             finally:
                 self._end_turn(request)
             plan, tokens = restored.plan, len(submit.token_ids) // 4
-            full_from = self._shelves.full_from_block(submit.chain)
-            sliding = self._shelves.sliding_blocks(submit.chain, tokens, plan)
+            with root.guard:
+                full_from = self._shelves.full_from_block(submit.chain)
+                sliding = self._shelves.sliding_blocks(submit.chain, tokens, plan)
             offers = (full_from, sliding, not root.problem)
             admit = _admission(submit, plan.boundary, restored.report, offers)
         await admissions.send(admit)
         request.admitted = True  # no checkpoint since the message was taken
+
+    async def _try_again(self, root: SpillRoot) -> None:
+        """If spilling is off and it is time, see whether the disk recovered."""
+        now = self._clock()
+        if root.is_due(now):
+            try:
+                again = partial(root.try_again, now)
+                await self._parts.writer.call(again, self._parts.limits.disk_stall_s)
+            except EngineError as error:
+                root.turn_off(str(error), now)
 
     def _restores(self, submit: Submit) -> bool:
         return self._restorer is not None and not submit.no_store

@@ -32,7 +32,7 @@ from millpond.runtime.kv.files import (
     verify_block,
 )
 from millpond.runtime.kv.header import BlockIdentity
-from millpond.runtime.kv.plan import Plan, Shelves, WantedBlock
+from millpond.runtime.kv.plan import NO_PLAN, Plan, Shelves, WantedBlock
 from millpond.runtime.kv.root import SpillRoot
 from millpond.runtime.staging import Lease
 from millpond.runtime.threads import Worker
@@ -102,13 +102,14 @@ class Restorer:
         """Send the longest verified prefix of a prompt; fewer tokens after each bad block."""
         started = self._parts.clock()
         limit = self._layout.reuse_limit(len(submit.token_ids) // 4)
-        plan = self._shelves.plan(submit.chain, limit)
         misses: Counter[MissReason] = Counter()
-        if plan.boundary < limit:
-            misses[self._shelves.why_not_more(submit.chain, plan.boundary)] += 1
-        self._root.index.use(self._shelves.matched_tips(submit.chain, plan.matched))
+        with self._root.guard:
+            plan = self._shelves.plan(submit.chain, limit)
+            if plan.boundary < limit:
+                misses[self._shelves.why_not_more(submit.chain, plan.boundary)] += 1
+            matched = self._shelves.matched_tips(submit.chain, plan.matched)
         plan = await self._try_plans(submit, admissions, plan, misses)
-        self._root.index.use(plan.tips)
+        self._root.use((*matched, *plan.tips))
         report = RestoreReport(
             blocks=len(plan.blocks),
             bytes=sum(file_bytes(self._identity(submit, one)) for one in plan.blocks),
@@ -138,12 +139,14 @@ class Restorer:
             await self._set_aside(failure)
             behind = failure.wanted.index * self._layout.block_tokens
             limit = behind // self._layout.chunk_tokens * self._layout.chunk_tokens
-            plan = self._shelves.plan(submit.chain, limit if self._readers else 0)
-        return self._shelves.plan(submit.chain, 0)
+            with self._root.guard:
+                plan = self._shelves.plan(submit.chain, limit if self._readers else 0)
+        return NO_PLAN
 
     async def _try(self, attempt: _Attempt, plan: Plan) -> _Failure | None:
         """Send every block of a plan; return what went wrong, all slots given back."""
-        self._root.index.pin(plan.tips)
+        with self._root.guard:
+            self._root.index.pin(plan.tips)
         failure: _Failure | None = None
         try:
             async with create_task_group() as reads:
@@ -153,7 +156,8 @@ class Restorer:
                     failure = error
                     reads.cancel_scope.cancel()
         finally:
-            self._root.index.unpin(plan.tips)
+            with self._root.guard:
+                self._root.index.unpin(plan.tips)
             for read in attempt.held:
                 if not read.sent:
                     self._give(read.lease, read.stuck)
@@ -263,13 +267,18 @@ class Restorer:
             return
         verdict = (failure.reason, failure.detail) if failure.detail is not None else None
         now = self._parts.clock()
-        await self._root.forget(self._parts.writer, failure.wanted.entry, verdict, now)
+        forget = partial(self._root.forget, failure.wanted.entry, verdict, now)
+        try:
+            await self._parts.writer.call(forget, self._limits.disk_stall_s)
+        except EngineError as error:
+            self._root.turn_off(str(error), now)
 
     def _reason(self, submit: Submit, failure: _Failure) -> MissReason:
         wanted = failure.wanted
-        if failure.gone and self._shelves.has_elsewhere(wanted.group, submit.chain[wanted.index]):
-            return "incomplete_group"
-        return failure.reason
+        with self._root.guard:
+            name = submit.chain[wanted.index]
+            is_elsewhere = self._shelves.has_elsewhere(wanted.group, name)
+        return "incomplete_group" if failure.gone and is_elsewhere else failure.reason
 
     def _give(self, lease: Lease, stuck: bool) -> None:
         if stuck:

@@ -69,8 +69,10 @@ class Spiller:
         lost = False
         try:
             refusal = await self._spill(staged)
-        except EngineError:
+        except EngineError as error:
             refusal, lost = "off", True  # the thread may still read the slots
+            if self._root is not None:
+                self._root.turn_off(str(error), self._parts.clock())
         finally:
             self._give(staged, lost)
         if refusal is not None:
@@ -93,7 +95,8 @@ class Spiller:
         if draft is None:
             return "damaged"
         shelf = shelves.of[group.index]
-        refusal = await root.store(self._parts.writer, shelf, draft, self._parts.clock())
+        store = partial(root.store, shelf, draft, self._parts.clock())
+        refusal = await self._parts.writer.call(store, self._parts.limits.disk_stall_s)
         if refusal is None:
             self.figures.blocks += 1
             self.figures.bytes += file_bytes(block)

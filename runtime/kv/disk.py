@@ -28,6 +28,7 @@ from typing import Protocol
 
 WRITERS = "writers"
 LOCK = "lock"
+JOURNAL = "journal"
 _IOV_MAX = 512  # buffers of one system call; Linux and macOS take 1024
 
 
@@ -86,6 +87,12 @@ class Disk(Protocol):
     def writer_lives(self, token: str) -> bool:
         """True iff some process holds that writer's lock."""
 
+    def is_attached(self) -> bool:
+        """True while the root's path still leads to the folder that was opened."""
+
+    def reattach(self) -> None:
+        """Open what stands at the root's path now; writers claimed so far are given up."""
+
     def close(self) -> None:
         """Let go of the root and of every writer claimed here."""
 
@@ -95,13 +102,8 @@ class PosixDisk:
 
     def __init__(self, root: Path) -> None:
         """Open the folder, made with its parents if there is none; raises OSError."""
-        made = not root.exists()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.root = root
-        self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        if made or not os.listdir(self._fd):
-            with contextlib.suppress(PermissionError):
-                os.fchmod(self._fd, 0o700)
+        self._fd = _open_root(root)
         # mutable state, changed only in claim_writer and close
         self._writers: dict[str, int] = {}
         self._in_process = threading.Lock()
@@ -111,11 +113,7 @@ class PosixDisk:
 
     def close(self) -> None:
         """Let go of the root and of every claimed writer; closing again does nothing."""
-        while self._writers:
-            token, fd = self._writers.popitem()
-            with contextlib.suppress(OSError):
-                self.remove(f"{WRITERS}/{token}")
-            os.close(fd)
+        self._release_writers()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -218,6 +216,13 @@ class PosixDisk:
             return False
         return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
+    def reattach(self) -> None:
+        """See ``Disk.reattach``."""
+        fd = _open_root(self.root)
+        self._release_writers()
+        os.dup2(fd, self._fd, inheritable=False)  # at once: other threads use that number
+        os.close(fd)
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """See ``Disk.lock``."""
@@ -268,6 +273,13 @@ class PosixDisk:
     def _open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
 
+    def _release_writers(self) -> None:
+        while self._writers:
+            token, fd = self._writers.popitem()
+            with contextlib.suppress(OSError):
+                self.remove(f"{WRITERS}/{token}")
+            os.close(fd)
+
     def _leads_to(self, path: str, fd: int) -> bool:
         here = os.fstat(fd)
         try:
@@ -294,6 +306,17 @@ class PosixDisk:
             _sync(fd)
         finally:
             os.close(fd)
+
+
+def _open_root(root: Path) -> int:
+    """Open a root, made if there is none; a new or empty one becomes private."""
+    is_new = not root.exists()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if is_new or not os.listdir(fd):
+        with contextlib.suppress(PermissionError):
+            os.fchmod(fd, 0o700)
+    return fd
 
 
 def _entry(entry: os.DirEntry[str]) -> DiskEntry:

@@ -102,6 +102,17 @@ class Ring:
         """Make a block the newest."""
         self._link(block, self._end.older)
 
+    def prepend(self, block: Block) -> None:
+        """Make a block the oldest."""
+        self._link(block, self._end)
+
+    def newest_first(self) -> Iterator[Block]:
+        """Iterate from the newest to the oldest."""
+        block = self._end.older
+        while block is not self._end:
+            yield block
+            block = block.older
+
     def insert_below(self, block: Block, above: Block) -> None:
         """Make a block the one used just before ``above``, which is in this ring."""
         self._link(block, above.older)
@@ -143,7 +154,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         # mutable state, changed only in the methods below
         self.shelves: dict[str, Shelf] = {}
-        self._fresh, self._kept = Ring(), Ring()
+        self.fresh, self.kept = Ring(), Ring()
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._sizes: dict[int, int] = {}  # one int object for each size: blocks are many
         self.count = 0
@@ -154,7 +165,7 @@ class PrefixIndex:
     @property
     def total_bytes(self) -> int:
         """Bytes of all blocks here (I4)."""
-        return self._fresh.bytes + self._kept.bytes
+        return self.fresh.bytes + self.kept.bytes
 
     def shelf(self, folder: str) -> Shelf:
         """Return the shelf of a group's folder, made if there is none."""
@@ -180,8 +191,30 @@ class PrefixIndex:
         again = chain_hash in self._ghosts
         if again:
             del self._ghosts[chain_hash]
-        self._place(block, self._kept if again else self._fresh)
+        self._place(block, self.kept if again else self.fresh)
         return block
+
+    def recall(
+        self, shelf: Shelf, chain_hash: bytes, size: int, parent: bytes | None, ring: Ring
+    ) -> Block | None:
+        """Add a block as the oldest of a ring; None if its parent is not here (I1).
+
+        Parents come before their children, and no later in ``fresh`` than the child in ``kept``.
+        """
+        above = shelf.blocks.get(parent) if parent is not None else None
+        if chain_hash in shelf.blocks or (parent is not None and above is None):
+            return shelf.blocks.get(chain_hash)
+        block = self._link(shelf, chain_hash, size, above)
+        if above is not None and above.ring is not self.kept:
+            ring = self.fresh
+        ring.prepend(block)
+        return block
+
+    def snapshot(self) -> Iterator[tuple[Block, bool]]:
+        """Iterate over every block, parents first, newest first in each ring, and if it is kept."""
+        for ring in (self.kept, self.fresh):
+            for block in ring.newest_first():
+                yield block, ring is self.kept
 
     def load(self, found: Sequence[FoundBlock]) -> list[FoundBlock]:
         """Add the blocks of a scan to an empty index, by age; return those without a parent (I1).
@@ -201,13 +234,25 @@ class PrefixIndex:
         for one in by_age:
             block = self.shelf(one.folder).blocks.get(one.chain_hash)
             if block is not None:
-                self._fresh.append(block)
+                self.fresh.append(block)
         return orphans
 
+    def clear(self) -> None:
+        """Take every block out; shelves stay, empty."""
+        for shelf in self.shelves.values():
+            for block in shelf.blocks.values():
+                block.ring = block.children = None
+            shelf.blocks.clear()
+        self.fresh, self.kept, self.count = Ring(), Ring(), 0
+
     def use(self, tips: Iterable[Block]) -> None:
-        """A request uses these blocks and everything above them: they are kept (I2)."""
+        """A request uses these blocks and everything above them: they are kept (I2).
+
+        Blocks that left the index meanwhile are passed over.
+        """
         for block in tips:
-            self._keep(block)
+            if block.ring is not None:
+                self._keep(block)
 
     def pin(self, tips: Iterable[Block]) -> None:
         """A read of these blocks and of everything above them begins (I3)."""
@@ -253,9 +298,9 @@ class PrefixIndex:
         return order
 
     def _victim(self) -> Block | None:
-        rings = (self._fresh, self._kept)
-        if self._fresh.bytes < FRESH_SHARE * self.total_bytes:
-            rings = (self._kept, self._fresh)
+        rings = (self.fresh, self.kept)
+        if self.fresh.bytes < FRESH_SHARE * self.total_bytes:
+            rings = (self.kept, self.fresh)
         for ring in rings:
             for seen, block in enumerate(ring):
                 if block.children is None and not block.pins:
@@ -289,13 +334,13 @@ class PrefixIndex:
         while one is not None:
             assert one.ring is not None, "the block is in the index"
             one.ring.take(one)
-            self._kept.append(one)
+            self.kept.append(one)
             one = one.parent
 
     def _place(self, block: Block, ring: Ring) -> None:
         """Put a new block into a ring: just before its parent, which a request uses now (I2)."""
         above = block.parent
-        if above is not None and ring is self._kept and above.ring is not ring:
+        if above is not None and ring is self.kept and above.ring is not ring:
             self._keep(above)
         if above is not None and above.ring is ring:
             ring.insert_below(block, above)

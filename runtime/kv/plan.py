@@ -35,8 +35,11 @@ class Plan:
     tips: tuple[Block, ...]
 
 
+NO_PLAN = Plan(0, 0, (), ())
+
+
 class Shelves:
-    """The shelves of one model, one for each group of its layout."""
+    """The shelves of one model, one for each group of its layout; used under the root's guard."""
 
     def __init__(self, layout: KvLayout, shelf_of: Callable[[LayerGroup], Shelf]) -> None:
         self._layout = layout

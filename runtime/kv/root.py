@@ -1,36 +1,33 @@
-"""``SpillRoot``: one folder of block files, shared by the houses of a process.
+"""``SpillRoot``: one folder of block files, shared by the houses of a process and by processes.
 
 Invariants
 
-(I1) Bytes of block files, of writes in progress, of files that wait for their removal, of the
-     quarantine and of everything else under the root never exceed ``bytes_max``: room is made and
-     reserved before a write begins.
-(I2) A block is in the index only once its file has its name; it leaves the index before its file is
-     removed.  So the index never promises what this process takes away.
-(I3) The parent of a block that is being written is pinned.
-(I4) After a write failed, spilling is off (``problem`` says why) until a probe succeeds; reading
+(I1) No write begins before its bytes are reserved within ``bytes_max``, and above the floor of free
+     space, in the journal that all processes share.  Bytes are written outside of the root's lock.
+(I2) A block is in the index only once its file has its name.
+(I3) After a write failed, spilling is off (``problem`` says why) until a probe succeeds; reading
      goes on.
-(I5) Of two writes of one block only the first is done: a removal that is queued for its name runs
-     before it, never after.
 
-Used on the event loop; what runs on a disk thread is passed to the caller's ``Worker``, the same
-one for all houses of the root.
+Methods marked *blocks* run on one disk thread, the same for all houses of the root.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from millpond.runtime.config import parse_bytes
-from millpond.runtime.errors import EngineError, SpillFailed
+from millpond.runtime.errors import SpillFailed, SpillFull
+from millpond.runtime.kv.books import Books
 from millpond.runtime.kv.disk import Disk, PosixDisk
 from millpond.runtime.kv.files import (
+    TEMP_SUFFIX,
     Draft,
     discard,
     file_bytes,
@@ -39,81 +36,36 @@ from millpond.runtime.kv.files import (
     quarantine,
     trim_quarantine,
 )
-from millpond.runtime.kv.header import block_path
 from millpond.runtime.kv.index import Block, PrefixIndex, Shelf
-from millpond.runtime.kv.removals import Removals
-from millpond.runtime.kv.scan import Progress, scan_root, sweep
-from millpond.runtime.threads import Worker
+from millpond.runtime.kv.journal import Journal, Kind, Record
+from millpond.runtime.kv.recovery import recover
+from millpond.runtime.kv.root_options import RootOptions, RootStatistics
+from millpond.runtime.kv.scan import Progress
+
+__all__ = ["Refusal", "RootOptions", "RootStatistics", "SpillRoot", "open_spill_root"]
 
 _log = logging.getLogger(__name__)
 PROBE_S, PROBE_S_MAX = 5.0, 300.0  # first and longest wait before spilling is tried again
-PROBE_BYTES = 2**16
-QUARANTINE_SHARE = 8  # at most this part of the budget lies in quarantine
-ROOM_ROUNDS = 16  # turns to make room for one block, then it is refused
+PROBE_BYTES = 2**12
+JOURNAL_ENTRY_BYTES = 96  # of one block in a new journal
+EVICT_BYTES = 2**30  # evicted in one turn at open
 Refusal = Literal["off", "parent", "full"]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RootOptions:
-    """Bounds of a root.
-
-    token                 names this writer among all processes, ``[0-9A-Za-z]+``; not reused
-    bytes_max             budget for every byte under the root
-    free_bytes_min        free space of the file system that is never taken
-    quarantine_bytes_max  bytes that bad files may keep
-    stall_s               a file operation longer than this turns spilling off; None: never
-    sync                  durability ``power``
-    """
-
-    token: str
-    bytes_max: int
-    free_bytes_min: int = 0
-    quarantine_bytes_max: int = 0
-    stall_s: float | None = None
-    sync: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RootStatistics:
-    """Figures of a root: blocks there, bytes by use, and what was evicted and set aside ever."""
-
-    blocks: int
-    block_bytes: int
-    reserved_bytes: int
-    doomed_bytes: int
-    quarantine_bytes: int
-    other_bytes: int
-    bytes_max: int
-    evicted_blocks: int
-    evicted_bytes: int
-    quarantined_blocks: int
-    problem: str
-
-
-@dataclass(slots=True)
-class _Write:
-    """A write in progress; ``published`` is set on the disk thread."""
-
-    draft: Draft
-    published: bool = False
-
-
 class SpillRoot:
-    """Accountant, evictor and index of one root; made by ``open``."""
+    """Accountant, evictor and index of one root; made by ``open``.
+
+    guard    hold it while reading ``index``
+    problem  why nothing is spilled; empty while spilling works
+    """
 
     def __init__(self, disk: Disk, options: RootOptions) -> None:
         self.disk, self.options = disk, options
-        limit = min(options.quarantine_bytes_max, options.bytes_max // QUARANTINE_SHARE)
-        self._quarantine_bytes_max = limit
-        # mutable state, changed only on the event loop (and in open, before there is one)
-        self.index = PrefixIndex()
+        self._books = Books(disk, options)
+        # mutable state, changed only in turn_off and try_again
         self.problem = ""
-        self._removals = Removals(disk, limit)
-        self._reserved = self._other = 0
-        self._writing: set[str] = set()
         self._retry_at, self._retry_s = 0.0, PROBE_S
-        self._evicted_blocks = self._evicted_bytes = self._quarantined_blocks = 0
 
     def __repr__(self) -> str:
         state = self.problem or f"{self.used_bytes / 2**30:.1f} GiB"
@@ -121,28 +73,38 @@ class SpillRoot:
 
     @classmethod
     def open(cls, disk: Disk, options: RootOptions, progress: Progress | None = None) -> SpillRoot:
-        """Claim a writer, sweep, scan and enforce the budget; blocks, on a disk thread.
+        """Claim a writer, read journal and folders, enforce the budget; blocks.
 
-        A root that can be read and not written opens with ``problem`` set.  Raises SpillFailed if
-        it cannot be used at all.
+        Raises SpillFailed if the root cannot be used.
         """
         root = cls(disk, options)
         try:
             disk.claim_writer(options.token)
-            root._recover(progress)
+            try:
+                root._probe()
+                root._recover(progress)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                root.turn_off(_reason(error), 0.0)  # what is there can still be read
         except OSError as error:
             raise SpillFailed("open", "the spill root", error) from error
-        try:
-            root._probe(root._probe_bytes())
-        except OSError as error:
-            root.turn_off(_reason(error), 0.0)
         return root
 
     @property
+    def guard(self) -> threading.Lock:
+        """Held for moments by whoever touches the index."""
+        return self._books.guard
+
+    @property
+    def index(self) -> PrefixIndex:
+        """The blocks that are here."""
+        return self._books.ledger.index
+
+    @property
     def used_bytes(self) -> int:
-        """Every byte that counts against the budget (I1)."""
-        files = self.index.total_bytes + self._reserved + self._removals.bytes
-        return files + self._removals.quarantine_bytes + self._other
+        """Every byte under the root, as far as this process knows."""
+        return self._books.ledger.used_bytes
 
     def close(self) -> None:
         """Stop being a writer; nothing may be stored any more."""
@@ -150,221 +112,236 @@ class SpillRoot:
 
     def shelf(self, folder: str) -> Shelf:
         """Return the shelf of a group's folder."""
-        return self.index.shelf(folder)
+        with self.guard:
+            return self.index.shelf(folder)
+
+    def use(self, tips: Iterable[Block]) -> None:
+        """A request uses these blocks and everything above them."""
+        with self.guard:
+            for block in tips:
+                self.index.use((block,))
+                record = Record(Kind.USED, block.shelf.folder, block.chain_hash)
+                self._books.uses.append(record)
 
     def statistics(self) -> RootStatistics:
         """Return the root's figures."""
-        return RootStatistics(
-            blocks=self.index.count,
-            block_bytes=self.index.total_bytes,
-            reserved_bytes=self._reserved,
-            doomed_bytes=self._removals.bytes,
-            quarantine_bytes=self._removals.quarantine_bytes,
-            other_bytes=self._other,
-            bytes_max=self.options.bytes_max,
-            evicted_blocks=self._evicted_blocks,
-            evicted_bytes=self._evicted_bytes,
-            quarantined_blocks=self._quarantined_blocks,
-            problem=self.problem,
-        )
+        with self.guard:
+            ledger, figures = self._books.ledger, self._books.figures
+            return RootStatistics(
+                blocks=ledger.index.count,
+                block_bytes=ledger.index.total_bytes,
+                reserved_bytes=ledger.reserved_bytes,
+                doomed_bytes=sum(ledger.doomed.values()),
+                quarantine_bytes=ledger.aside_bytes,
+                other_bytes=ledger.other_bytes + ledger.journal_bytes,
+                bytes_max=self.options.bytes_max,
+                evicted_blocks=figures.evicted_blocks,
+                evicted_bytes=figures.evicted_bytes,
+                quarantined_blocks=figures.quarantined_blocks,
+                problem=self.problem,
+            )
 
     # -- blocks
 
-    async def store(self, worker: Worker, shelf: Shelf, draft: Draft, now: float) -> Refusal | None:
-        """Publish a block; return None, or why it was not kept.
+    def store(self, shelf: Shelf, draft: Draft, now: float) -> Refusal | None:
+        """Publish a block; return None, or why it was not kept; blocks.
 
-        The draft's buffers are read until this returns.  ``off``: spilling is off; ``parent``: the
-        block before is not there; ``full``: no room within the budget.
-        Raises EngineError if the disk thread is stuck; it may then still read the buffers.
+        ``off``: spilling is off; ``parent``: the block before is not there; ``full``: no room
+        within the budget.  A block that is there already is kept.
         """
         if self.problem:
             return "off"
-        path = draft.block.path
-        if path in self._writing or draft.block.chain_hash in shelf.blocks:
-            return None  # another house of the same model was faster (I5)
-        self._writing.add(path)
         try:
-            return await self._store_once(worker, shelf, draft, now)
-        finally:
-            self._writing.discard(path)
-
-    async def _store_once(
-        self, worker: Worker, shelf: Shelf, draft: Draft, now: float
-    ) -> Refusal | None:
-        parent = None
-        if shelf.is_full and draft.block.first_token:
-            parent = shelf.blocks.get(draft.block.parent)
-            if parent is None:
-                return "parent"
-        pinned = (parent,) if parent is not None else ()
-        self.index.pin(pinned)  # (I3)
-        try:
-            return await self._store(worker, shelf, draft)
+            return self._store(shelf, draft)
         except (SpillFailed, OSError) as error:
+            with self.guard:
+                self._books.ledger.apply(Record(Kind.RELEASE, token=self.options.token))
             self.turn_off(_reason(error), now)
             return "off"
-        except EngineError as error:
-            self.turn_off(_reason(error), now)
-            raise
-        finally:
-            self.index.unpin(pinned)
 
-    async def forget(
-        self, worker: Worker, block: Block, verdict: tuple[str, str] | None, now: float
-    ) -> None:
-        """Take a block whose file is bad or gone out of the index, with what follows it.
+    def forget(self, block: Block, verdict: tuple[str, str] | None, now: float) -> None:
+        """Take a block whose file is bad or gone out of the index, with what follows it; blocks.
 
         verdict  reason and detail: the file moves to quarantine; None: it is gone already
         """
-        for one in self.index.forget(block):
-            if one is not block:
-                self._evict((one,))
-            elif verdict is not None:
-                self._quarantined_blocks += 1
-                self._removals.add(_path(one), one.bytes, verdict)
         try:
-            await self._removals.run(worker, self.options.stall_s)
-        except (OSError, EngineError) as error:
+            with self._books.transaction() as records:
+                with self.guard:
+                    gone = self.index.forget(block)
+                if gone and verdict is not None:
+                    self._books.set_aside(gone.pop(), verdict, records)
+                self._books.remove(gone, records)
+        except (SpillFailed, OSError) as error:
             self.turn_off(_reason(error), now)
+
+    def flush(self) -> None:
+        """Write down what was used; blocks."""
+        with contextlib.suppress(SpillFailed, OSError), self._books.transaction():
+            pass
 
     # -- on and off
 
     def turn_off(self, reason: str, now: float) -> None:
-        """Spill nothing until a probe succeeds (I4)."""
+        """Spill nothing until a probe succeeds (I3)."""
         if not self.problem:
             _log.warning("spilling is off: %s", reason)
         self.problem = reason
         self._retry_at = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, PROBE_S_MAX)
 
-    async def try_again(self, worker: Worker, now: float) -> None:
-        """If spilling is off and it is time, see whether the disk recovered."""
-        if not self.problem or now < self._retry_at:
-            return
-        self._retry_at = now + self._retry_s
-        size = self._probe_bytes()
-        self._reserved += size
+    def is_due(self, now: float) -> bool:
+        """True iff spilling is off and it is time to see whether the disk recovered."""
+        return bool(self.problem) and now >= self._retry_at
+
+    def try_again(self, now: float) -> None:
+        """See whether the disk recovered, and if so spill again; blocks."""
         try:
-            await worker.call(partial(self._probe, size), self.options.stall_s)
-            await self._removals.run(worker, self.options.stall_s)
-        except (OSError, EngineError) as error:
+            if not self.disk.is_attached():
+                self._reattach()
+            self._probe()
+            self._books.remove_doomed()
+            with self._books.transaction():
+                pass
+        except (SpillFailed, OSError) as error:
             self.turn_off(_reason(error), now)
             return
-        finally:
-            self._reserved -= size
         _log.info("spilling is on again")
         self.problem, self._retry_s = "", PROBE_S
 
-    # -- inside
+    # -- inside, on the disk thread
 
-    async def _store(self, worker: Worker, shelf: Shelf, draft: Draft) -> Refusal | None:
-        size = file_bytes(draft.block)
-        if not await self._make_room(worker, size):
-            return "full"
+    def _store(self, shelf: Shelf, draft: Draft) -> Refusal | None:
         try:
-            await self._write(worker, shelf, draft)
+            return self._reserve_and_write(shelf, draft)
         except SpillFailed as error:
             if error.errno not in _FULL:
                 raise
-            self._evict(self.index.victims(size))
-            await self._removals.run(worker, self.options.stall_s)
-            await self._write(worker, shelf, draft)
-        return None if draft.block.chain_hash in shelf.blocks else "parent"
+        with self._books.transaction() as records:
+            self._books.evict(file_bytes(draft.block), records)
+        return self._reserve_and_write(shelf, draft)
 
-    async def _make_room(self, worker: Worker, size: int) -> bool:
-        if self._removals:
-            await self._removals.run(worker, self.options.stall_s)
-        for _ in range(ROOM_ROUNDS):
-            free = await worker.call(self.disk.free_bytes, self.options.stall_s)
-            lack = max(
-                self.used_bytes + size - self.options.bytes_max,
-                self.options.free_bytes_min + size - free,
-            )
-            if lack <= 0:
-                return True
-            if lack > self.index.total_bytes:
-                return False
-            victims = self.index.victims(lack)
-            if not victims:
-                return False
-            self._evict(victims)
-            await self._removals.run(worker, self.options.stall_s)
-        return False
-
-    async def _write(self, worker: Worker, shelf: Shelf, draft: Draft) -> None:
-        size = file_bytes(draft.block)
-        write = _Write(draft)
-        self._reserved += size
+    def _reserve_and_write(self, shelf: Shelf, draft: Draft) -> Refusal | None:
+        books = self._books
         try:
-            await worker.call(partial(self._publish, write), self.options.stall_s)
-        finally:  # a cancelled call that had started is over by now
-            self._reserved -= size
-            if write.published:
-                self._add(shelf, draft, size)
+            with books.transaction() as records:
+                standing = self._standing(shelf, draft)
+                if standing is None:
+                    books.make_room(file_bytes(draft.block), records)
+                    standing = self._standing(shelf, draft)  # the parent may have been evicted
+                if standing is None:
+                    books.apply(self._record(Kind.INTENT, shelf, draft), records)
+        except SpillFull:
+            return "full"
+        if standing is None:
+            standing = self._write(shelf, draft)
+        return "parent" if standing == "parent" else None
 
-    def _add(self, shelf: Shelf, draft: Draft, size: int) -> None:
+    def _write(self, shelf: Shelf, draft: Draft) -> Literal["there", "parent"] | None:
+        """Write what was reserved; the intent ends here, on every path."""
+        books, is_kept = self._books, False
+        try:
+            prepare(self.disk, draft)
+            with books.transaction() as records:
+                standing = self._standing(shelf, draft)
+                if standing is None:
+                    publish(self.disk, draft)
+                    is_kept = True
+                    books.apply(self._record(Kind.BLOCK, shelf, draft), records)
+                    with self.guard:
+                        books.ledger.doomed.pop(draft.block.path, None)
+        finally:
+            if not is_kept:
+                self._release(draft)
+        return standing
+
+    def _release(self, draft: Draft) -> None:
+        discard(self.disk, draft.temporary)
+        release = Record(Kind.RELEASE, token=self.options.token)
+        with contextlib.suppress(OSError, SpillFailed), self._books.transaction() as records:
+            self._books.apply(release, records)
+
+    def _standing(self, shelf: Shelf, draft: Draft) -> Literal["there", "parent"] | None:
+        """Tell what keeps a block from being written now."""
         block = draft.block
-        parent = block.parent if shelf.is_full and block.first_token else None
-        if self.index.add(shelf, block.chain_hash, size, parent) is None:
-            self._removals.add(block.path, size)  # its parent turned out to be bad meanwhile
+        with self.guard:
+            if block.chain_hash in shelf.blocks:
+                return "there"
+            if shelf.is_full and block.first_token and block.parent not in shelf.blocks:
+                return "parent"
+        return None
 
-    def _evict(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self._removals.add(_path(block), block.bytes)
-            self._evicted_blocks += 1
-            self._evicted_bytes += block.bytes
+    def _record(self, kind: Kind, shelf: Shelf, draft: Draft) -> Record:
+        block = draft.block
+        return Record(
+            kind,
+            shelf.folder,
+            block.chain_hash,
+            block.parent,
+            block.first_token,
+            file_bytes(block),
+            self.options.token,
+        )
 
-    def _publish(self, write: _Write) -> None:
-        """Disk thread."""
-        prepare(self.disk, write.draft)
-        publish(self.disk, write.draft)
-        write.published = True
-
-    def _probe_bytes(self) -> int:
-        """What a probe may write without breaking the budget (I1)."""
-        return max(0, min(PROBE_BYTES, self.options.bytes_max - self.used_bytes))
-
-    def _probe(self, size: int) -> None:
-        """Disk thread: write and remove a small file; raises OSError."""
-        path = f"probe.{self.options.token}.0.tmp"
+    def _probe(self) -> None:
+        """Write and remove a small file; raises OSError."""
+        path = f"probe.{self.options.token}.0{TEMP_SUFFIX}"
         try:
-            self.disk.write(path, (bytes(size),), self.options.sync)
+            self.disk.write(path, (bytes(PROBE_BYTES),), self.options.sync)
         finally:
             discard(self.disk, path)
 
+    def _reattach(self) -> None:
+        """Take the folder that stands at the root's path now."""
+        with self.guard:
+            self._books.ledger.clear()
+        self.disk.reattach()
+        self.disk.claim_writer(self.options.token)
+        self._books.journal = Journal(self.disk, self.options.token)
+        self._recover(None)
+
     def _recover(self, progress: Progress | None) -> None:
-        """Disk thread, at open."""
-        limit = self._quarantine_bytes_max
-        found = scan_root(self.disk, progress)
-        self._other = found.other_bytes + sweep(self.disk, found)
-        for path, error in found.bad:
-            quarantine(self.disk, path, error.reason, str(error), limit)
-        self._removals.quarantine_bytes = trim_quarantine(self.disk, limit)
-        orphans = self.index.load(found.blocks)
-        for one in orphans:
-            self._removals.add(block_path(one.folder, one.chain_hash), one.bytes)
-        before = self.index.total_bytes
-        over = self.used_bytes - self._removals.bytes - self.options.bytes_max
-        self._evict(self.index.victims(over))
-        self._removals.run_now()
+        books, limit = self._books, self._books.quarantine_bytes_max
+        with self.disk.lock():
+            found = recover(self.disk, books.journal, progress)
+            for path, error in found.bad:
+                quarantine(self.disk, path, error.reason, str(error), limit)
+            found.ledger.aside_bytes = trim_quarantine(self.disk, limit)
+            with self.guard:
+                books.ledger.take_over(found.ledger)
+            for path in found.orphans:
+                with contextlib.suppress(FileNotFoundError):
+                    self.disk.remove(path)
+            is_stale = self._fit(found.is_stale)
+            if is_stale:
+                books.rewrite()
         _log.info(
-            "spill root: %d blocks, %d of %d bytes; removed %d bytes over the budget, %d blocks "
-            "without a parent, %d bad files",
+            "spill root: %d blocks, %d of %d bytes; evicted %d bytes, removed %d blocks without a "
+            "parent, set aside %d bad files",
             self.index.count,
             self.used_bytes,
             self.options.bytes_max,
-            before - self.index.total_bytes,
-            len(orphans),
+            books.figures.evicted_bytes,
+            len(found.orphans),
             len(found.bad),
         )
+
+    def _fit(self, is_stale: bool) -> bool:
+        """Evict down to the budget, a new journal included; True iff the journal must be new."""
+        books, unwritten = self._books, list[Record]()
+        while True:
+            journal = JOURNAL_ENTRY_BYTES * (1 + self.index.count) if is_stale else 0
+            over = self.used_bytes + journal - self.options.bytes_max
+            if over <= 0 or not books.evict(min(over, EVICT_BYTES), unwritten):
+                return is_stale
+            is_stale = True
 
 
 def open_spill_root(
     path: Path, bytes_max: int | str, options: RootOptions, progress: Progress | None = None
 ) -> SpillRoot:
-    """Open a folder of the real file system as a spill root; blocks, on a disk thread.
+    """Open a folder of the real file system as a spill root; blocks.
 
-    bytes_max  budget, possibly a share of the file system; replaces the one of ``options``
+    bytes_max  budget, possibly a share of the file system; takes the place of the one in options
 
     Raises SpillFailed if it cannot be used, ConfigError on a bad budget.
     """
@@ -378,10 +355,6 @@ def open_spill_root(
     except BaseException:
         disk.close()
         raise
-
-
-def _path(block: Block) -> str:
-    return block_path(block.shelf.folder, block.chain_hash)
 
 
 def _reason(error: Exception) -> str:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from millpond.runtime.errors import BlockError
-from millpond.runtime.kv.disk import WRITERS, Disk, DiskEntry
+from millpond.runtime.kv.disk import JOURNAL, LOCK, WRITERS, Disk, DiskEntry
 from millpond.runtime.kv.files import QUARANTINE, writer_of
 from millpond.runtime.kv.header import PEEK_BYTES, SUFFIX, VERSION_FOLDER, Peek, peek
-from millpond.runtime.kv.index import FoundBlock
+from millpond.runtime.kv.index import FoundBlock, PrefixIndex
 
 Progress = Callable[[int], None]
 DEPTH_MAX = 16  # folders below the root that are looked into
+PROGRESS_BLOCKS = 256
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _GROUP = re.compile(r"g[0-9]{1,4}-(?:full|sliding)-h[0-9]{1,9}-d[0-9]{1,9}-(?:f32|f16|bf16)")
 _BLOCK = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
@@ -27,56 +28,67 @@ _PREFIX = re.compile(r"[0-9a-f]{2}")
 class RootScan:
     """What a scan found.
 
-    blocks      block files whose header says what their name does
+    blocks      block files, not known before, whose header says what their name does
+    seen        chain hashes of the known ones that are there, by folder
     bad         paths of files in a block's place that do not, and why
     temporaries paths of temporaries, the token of their writer, and their bytes
-    other_bytes bytes of all other files but the quarantine's
+    other_bytes bytes of all other files but those of quarantine, journal and lock
     """
 
     blocks: list[FoundBlock] = field(default_factory=list)
+    seen: dict[str, set[bytes]] = field(default_factory=dict)
     bad: list[tuple[str, BlockError]] = field(default_factory=list)
     temporaries: list[tuple[str, str, int]] = field(default_factory=list)
     other_bytes: int = 0
 
 
-def scan_root(disk: Disk, progress: Progress | None = None) -> RootScan:
-    """Look at every file under the root; reads the start of each block file.
+def scan_root(
+    disk: Disk, progress: Progress | None = None, known: PrefixIndex | None = None
+) -> RootScan:
+    """Look at every file under the root; reads the start of each block file that is not known.
 
-    progress  called with the count of block files looked at so far, now and then
+    progress  called with the count of headers read so far, now and then
+    known     blocks with their sizes; one that is there with that size is not read
 
     Raises OSError if a folder cannot be listed or a file cannot be read.
     """
     found = RootScan()
-    for folder, entry in walk(disk):
-        path = f"{folder}/{entry.name}" if folder else entry.name
-        writer = writer_of(entry.name)
-        if writer is not None:
-            found.temporaries.append((path, writer, entry.bytes))
-        elif _is_block_path(path):
+    shelves = known.shelves if known is not None else {}
+    for folder, entries in walk(disk):
+        group = folder.rpartition("/")[0]
+        shelf = shelves.get(group)
+        in_place = _is_block_folder(folder)
+        for entry in entries:
+            if not in_place or not _BLOCK.fullmatch(entry.name) or entry.name[:2] != folder[-2:]:
+                _note(folder, entry, found)
+                continue
+            name = bytes.fromhex(entry.name[:64])
+            block = shelf.blocks.get(name) if shelf is not None else None
+            if block is not None and block.bytes == entry.bytes:
+                found.seen.setdefault(group, set()).add(name)
+                continue
             _look(disk, folder, entry, found)
-            if progress is not None and not len(found.blocks) % 256:
+            if progress is not None and not len(found.blocks) % PROGRESS_BLOCKS:
                 progress(len(found.blocks))
-        elif folder != QUARANTINE:
-            found.other_bytes += entry.bytes
     return found
 
 
-def walk(disk: Disk) -> Iterator[tuple[str, DiskEntry]]:
-    """Iterate over (folder, entry) of every file under the root, in a fixed order."""
+def walk(disk: Disk) -> Iterator[tuple[str, list[DiskEntry]]]:
+    """Iterate over (folder, its files) below the root, in a fixed order."""
     stack = [""]
     while stack:
         folder = stack.pop()
         try:
-            entries = sorted(disk.scan(folder), key=lambda entry: entry.name)
+            entries = disk.scan(folder)
         except FileNotFoundError:
             if not folder:
                 raise
             continue  # gone since it was listed
-        for entry in entries:
-            if not entry.is_folder:
-                yield folder, entry
-            elif folder.count("/") < DEPTH_MAX:
-                stack.append(f"{folder}/{entry.name}" if folder else entry.name)
+        entries.sort(key=lambda entry: entry.name)
+        yield folder, [entry for entry in entries if not entry.is_folder]
+        if folder.count("/") < DEPTH_MAX:
+            below = [entry.name for entry in entries if entry.is_folder]
+            stack.extend(f"{folder}/{name}" if folder else name for name in below)
 
 
 def sweep(disk: Disk, found: RootScan) -> int:
@@ -106,14 +118,22 @@ def sweep(disk: Disk, found: RootScan) -> int:
     return kept
 
 
-def _is_block_path(path: str) -> bool:
-    fields = path.split("/")
-    if len(fields) != 5 or fields[0] != VERSION_FOLDER:
+def _note(folder: str, entry: DiskEntry, found: RootScan) -> None:
+    """Sort a file that is no block."""
+    writer = writer_of(entry.name)
+    if writer is not None:
+        path = f"{folder}/{entry.name}" if folder else entry.name
+        found.temporaries.append((path, writer, entry.bytes))
+    elif folder != QUARANTINE and (folder or entry.name not in (JOURNAL, LOCK)):
+        found.other_bytes += entry.bytes
+
+
+def _is_block_folder(folder: str) -> bool:
+    fields = folder.split("/")
+    if len(fields) != 4 or fields[0] != VERSION_FOLDER:
         return False
-    shapes = (_NAMESPACE, _GROUP, _PREFIX, _BLOCK)
-    return all(
-        shape.fullmatch(part) for shape, part in zip(shapes, fields[1:], strict=True)
-    ) and fields[4].startswith(fields[3])
+    shapes = (_NAMESPACE, _GROUP, _PREFIX)
+    return all(shape.fullmatch(part) for shape, part in zip(shapes, fields[1:], strict=True))
 
 
 def _look(disk: Disk, folder: str, entry: DiskEntry, found: RootScan) -> None:

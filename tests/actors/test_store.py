@@ -259,8 +259,8 @@ async def opened(
             finally:
                 bench.submissions.close()
                 bench.offers.close()
-                if root is not None:
-                    root.close()
+        if root is not None:
+            root.close()
     assert all(pool.statistics().lent == 0 for pool in pools), "a slot did not come home"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -52,7 +53,7 @@ async def spill(root: SpillRoot, worker: PinnedThread, block: BlockIdentity, num
     shelf = root.shelf(block.path.rsplit("/", 2)[0])
     if block.chain_hash in shelf.blocks:
         return "there"
-    return await root.store(worker, shelf, draft, 0.0) or ""
+    return await worker.call(partial(root.store, shelf, draft, 0.0)) or ""
 
 
 async def main(path: str, seed: int, bytes_max: int) -> None:

@@ -33,7 +33,7 @@ def chain(index: PrefixIndex, *path: int, size: int = 10) -> list[Block]:
 
 
 def check(index: PrefixIndex) -> None:
-    rings = [list(index._fresh), list(index._kept)]
+    rings = [list(index.fresh), list(index.kept)]
     there = [block for shelf in index.shelves.values() for block in shelf.blocks.values()]
     assert len(there) == index.count == sum(map(len, rings))
     assert index.total_bytes == sum(block.bytes for block in there)
@@ -91,7 +91,7 @@ def test_a_block_written_again_after_its_eviction_is_kept() -> None:
     chain(index, 1)
     index.victims(10)
     block = chain(index, 1)[0]
-    assert block.ring is index._kept
+    assert block.ring is index.kept
     check(index)
 
 
