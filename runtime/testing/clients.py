@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
-from anyio import Event, move_on_after, sleep
+from anyio import CancelScope, Event, create_task_group, move_on_after, sleep
+from anyio.lowlevel import checkpoint
 from millpond.actors.gateway import Prompt
 from millpond.actors.gateway_request import TokenStream
 from millpond.codecs.messages import SamplingParams
@@ -19,7 +22,6 @@ from millpond.runtime.errors import (
     RuntimeClosed,
 )
 from millpond.runtime.results import Completion
-from millpond.runtime.testing.invariants import Violation
 from millpond.runtime.testing.oracle import Answer
 from millpond.runtime.testing.world_plan import RequestPlan
 
@@ -43,7 +45,7 @@ class Client:
         name: str,
     ) -> None:
         self._world, self._process, self._houses = world, process, houses
-        self._requests, self._name = requests, name
+        self._requests, self._name, self._breach = requests, name, world.judge.breach
         # mutable state, changed only in run and by the world
         self.is_closing = False
         self.ended = Event()
@@ -63,10 +65,10 @@ class Client:
         done: Completion | None = None
         outcome = "cancelled"
         try:
-            with move_on_after(request.cancel_s if request.cancel_s >= 0 else math.inf):
-                outcome = "left"
+            async with _cancelled_as_planned(request):
                 async with house.house.gateway.stream(_prompt(request)) as tokens:
                     done = await self._read(tokens, request, answer)
+                outcome = "left"
         except MillpondError as error:
             outcome = type(error).__name__
             self._check_error(error, house)
@@ -89,7 +91,7 @@ class Client:
             if token.index == len(seen):
                 seen.append(token.token_id)
             if tuple(seen) != answer.token_ids[: len(seen)] or not answer.text.startswith(text):
-                raise Violation(f"V1: found {seen} {text!r}, expected {answer}")
+                raise self._breach(f"V1: found {seen} {text!r}, expected {answer}")
             if len(seen) == request.leave_tokens:
                 return None
         return await tokens.result()
@@ -99,16 +101,18 @@ class Client:
     ) -> None:
         found = Answer(done.token_ids, done.text, done.finish_reason)
         if found != answer:
-            raise Violation(f"V1: {self._name}: found {found}, expected {answer}")
+            raise self._breach(f"V1: {self._name}: found {found}, expected {answer}")
         cached, watch = done.usage.cached_tokens, self._world.watch
         self._world.result.cached_tokens += cached
         most = self._world.oracle.boundary(house.model, request, watch.written.__contains__)
         if cached > (0 if request.no_store else most):
-            raise Violation(f"V10: {cached} tokens were cached, at most {most} were ever written")
+            raise self._breach(
+                f"V10: {cached} tokens were cached, at most {most} were ever written"
+            )
         limit = self._process.layout.reuse_limit(len(request.prompt))
         searched = not request.no_store and self._process.root is not None
         if searched and cached < limit and not done.restore.misses and not house.runner.injected:
-            raise Violation(f"V10: {cached} of {limit} tokens were cached, with no miss counted")
+            raise self._breach(f"V10: {cached} of {limit} tokens were cached, with no miss counted")
 
     def _check_error(self, error: MillpondError, house: SimHouse) -> None:
         """An error is right only if the fault that explains it happened (V2)."""
@@ -117,19 +121,45 @@ class Client:
             case RequestFailed():
                 is_right = error.request_id in house.runner.failed
             case EngineStalled() | EngineDied():
-                is_right = bool(broken) or self._process.disk.crashed or self._bug(house)
+                is_right = bool(broken) or self._process.disk.crashed or self._is_failing()
             case RuntimeClosed():
-                is_right = self.is_closing or self._process.disk.crashed or self._bug(house)
+                is_right = self.is_closing or self._process.disk.crashed or self._is_failing()
             case QueueFull():
                 is_right = self._process.limits.requests_max < len(self._houses) * 4
             case _:
                 is_right = False
         if not is_right:
-            raise Violation(f"V2: {self._name} got {type(error).__name__}: {error}")
+            raise self._breach(f"V2: {self._name} got {type(error).__name__}: {error}")
 
-    @staticmethod
-    def _bug(house: SimHouse) -> bool:
-        return bool(house.runner.injected["model bug"])
+    def _is_failing(self) -> bool:
+        """A planned bug ends its house, and with it the process."""
+        bugs = sum(runner.injected["model bug"] for runner in self._process.runners)
+        return bool(bugs) or self._process.plan.aborts
+
+
+@asynccontextmanager
+async def _cancelled_as_planned(request: RequestPlan) -> AsyncIterator[None]:
+    """Cancel what stands in the block after a time, or after some turns of another task."""
+    if request.cancel_steps < 0:
+        with move_on_after(request.cancel_s if request.cancel_s >= 0 else math.inf):
+            yield
+        return
+    failure: BaseException | None = None
+    async with create_task_group() as group:
+        group.start_soon(_cancel_later, group.cancel_scope, request.cancel_steps)
+        try:
+            yield
+        except MillpondError as error:  # not as a group of one
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _cancel_later(scope: CancelScope, steps: int) -> None:
+    for _ in range(steps):
+        await checkpoint()
+    scope.cancel()
 
 
 def _prompt(request: RequestPlan) -> Prompt:
@@ -143,4 +173,6 @@ def _prompt(request: RequestPlan) -> Prompt:
 
 def plain(request: RequestPlan) -> RequestPlan:
     """Return the same question from somebody who waits for the answer."""
-    return msgspec.structs.replace(request, client=0, house=0, leave_tokens=-1, cancel_s=-1.0)
+    return msgspec.structs.replace(
+        request, client=0, house=0, leave_tokens=-1, cancel_s=-1.0, cancel_steps=-1
+    )

@@ -95,17 +95,18 @@ class GroupCache:
 class FakeModel:
     """Runs steps on plain bytes.
 
-    weights  any bytes; other weights, other rows and other texts
+    weights  any bytes, those that ``load_rows`` brings are added; other weights, other texts
     faults   planned; ``injected`` counts those that happened, ``failed`` names the running
              sequences that they hit
     """
 
     def __init__(
-        self, layout: KvLayout, weights: bytes, vocab: int, faults: Sequence[ModelFault] = ()
+        self, layout: KvLayout, vocab: int, weights: bytes = b"", faults: Sequence[ModelFault] = ()
     ) -> None:
-        self._shape, self._weights, self._vocab = Shape.of(layout), weights, vocab
+        self._shape, self._vocab = Shape.of(layout), vocab
         self._faults: Mapping[int, str] = {fault.step: fault.kind for fault in faults}
-        # mutable state, changed only in run and close
+        # mutable state, changed only in load_rows, run and close
+        self._weights = weights
         self.caches: dict[int, dict[int, GroupCache]] = {}
         self._contexts: dict[int, tuple[bytes, bytes]] = {}  # the decoded run's state and ids
         self.steps = 0
@@ -114,7 +115,8 @@ class FakeModel:
         self.left_behind: tuple[int, ...] = ()
 
     def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
-        """There are no weights to load."""
+        """Add the bytes to the weights."""
+        self._weights += bytes(payload)
 
     def finish_load(self) -> None:
         """There is nothing to build."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from millpond.runtime.testing.invariants import Violation
+from millpond.runtime.kv.root import SpillRoot
+from millpond.runtime.testing.invariants import Judge
 from millpond.runtime.testing.sim_device import SimDevice
 from millpond.runtime.testing.sim_house import SimHouse, SimProcess
 
 
 def check_home(
-    device: SimDevice, process: SimProcess, houses: list[SimHouse], took_s: float
+    judge: Judge, device: SimDevice, process: SimProcess, houses: list[SimHouse], took_s: float
 ) -> None:
     """Check slots, leases, pins, reservations, live caches and requests.
 
@@ -20,29 +21,33 @@ def check_home(
     was_slow = is_hurt or any(fault.kind in ("slow", "stuck") for fault in plan.disk_faults)
     is_cut = took_s >= plan.drain_s
     if is_cut and plan.drain_s >= 10 and not was_slow:
-        raise Violation(f"V4: a house did not end by itself within {plan.drain_s} s")
+        raise judge.breach(f"V4: a house did not end by itself within {plan.drain_s} s")
     for house in houses:
         if not is_cut:
-            _check_house(house, is_hurt)
-    if root is None:
-        return
+            _check_house(judge, house, is_hurt)
+    if root is not None:
+        check_root(judge, root)
+        if root.used_bytes < device.used_bytes and not is_hurt:
+            raise judge.breach(f"V5: found {device.used_bytes} bytes, counted {root.used_bytes}")
+
+
+def check_root(judge: Judge, root: SpillRoot) -> None:
+    """However a process's houses ended: no block is pinned and no byte reserved any more."""
     blocks = [block for shelf in root.index.shelves.values() for block in shelf.blocks.values()]
     if any(block.pins for block in blocks):
-        raise Violation("V4: a block is still pinned")
+        raise judge.breach("V4: a block is still pinned")
     figures = root.statistics()
     if figures.reserved_bytes:
-        raise Violation(f"V4: {figures.reserved_bytes} bytes are still reserved")
-    if root.used_bytes < device.used_bytes and not is_hurt:
-        raise Violation(f"V5: found {device.used_bytes} bytes, the root counts {root.used_bytes}")
+        raise judge.breach(f"V4: {figures.reserved_bytes} bytes are still reserved")
 
 
-def _check_house(house: SimHouse, is_hurt: bool) -> None:
+def _check_house(judge: Judge, house: SimHouse, is_hurt: bool) -> None:
     house.arrows.check_end()
     for pool in house.pools:
         figures = pool.statistics()
         if figures.lent or (figures.lost and not is_hurt):
-            raise Violation(f"V4: {pool!r}, {figures.lost} lost")
+            raise judge.breach(f"V4: {pool!r}, {figures.lost} lost")
     if house.runner.left_behind:
-        raise Violation(f"V4: live caches {house.runner.left_behind} were never freed")
+        raise judge.breach(f"V4: live caches {house.runner.left_behind} were never freed")
     if house.house.gateway.statistics().live:
-        raise Violation(f"V2: {house.house.gateway!r} after its end")
+        raise judge.breach(f"V2: {house.house.gateway!r} after its end")

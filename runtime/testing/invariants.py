@@ -39,11 +39,25 @@ class Violation(BaseException):
     """Something that must always hold did not; nothing in the house can catch it."""
 
 
+class Judge:
+    """Remembers the first breach: what comes after it are its consequences."""
+
+    def __init__(self) -> None:
+        # mutable state, changed only in breach
+        self.first = ""
+
+    def breach(self, text: str) -> Violation:
+        """Return the error to raise."""
+        self.first = self.first or text
+        return Violation(text)
+
+
 class DiskWatch:
     """Looks at every operation of every process: (V5) to (V9)."""
 
-    def __init__(self, device: SimDevice, oracle: Oracle, bytes_max: int) -> None:
-        self._device, self._oracle, self._bytes_max = device, oracle, bytes_max
+    def __init__(self, judge: Judge, device: SimDevice, oracle: Oracle, bytes_max: int) -> None:
+        self._breach, self._device, self._oracle = judge.breach, device, oracle
+        self._bytes_max = bytes_max
         # mutable state, changed only in the methods below
         self.written: dict[str, bytes] = {}  # what each block file must hold, once published
         self._promised: dict[str, bytes] = {}
@@ -63,7 +77,7 @@ class DiskWatch:
         match operation:
             case "read":
                 if path.startswith(QUARANTINE_FOLDER):
-                    raise Violation(f"V6: {path} is read")
+                    raise self._breach(f"V6: {path} is read")
                 return
             case "rename":
                 self._see_rename(path, target)
@@ -85,7 +99,7 @@ class DiskWatch:
             for path, content in self._promised.items():
                 file = self._device.files.get(path)
                 if file is None or file.content != content:
-                    raise Violation(f"V9: {path} was published and did not survive the crash")
+                    raise self._breach(f"V9: {path} was published and did not survive the crash")
         elif power:
             self._promised.clear()
         for path in self.written:
@@ -107,14 +121,14 @@ class DiskWatch:
     def _see_published(self, path: str) -> None:
         block = self._oracle.blocks.get(path)
         if block is None:
-            raise Violation(f"V8: {path} is no block of any request")
+            raise self._breach(f"V8: {path} is no block of any request")
         content = bytes(self._device.files[path].content)
         known = self.written.setdefault(path, content)
         if not content.endswith(block.payload) or content != known:
-            raise Violation(f"V8: {path} holds other rows than its tokens have")
+            raise self._breach(f"V8: {path} holds other rows than its tokens have")
         parent = block.parent if block.is_full else ""
         if parent and parent not in self._device.files and parent not in self._stray:
-            raise Violation(f"V7: {path} is written without its parent")
+            raise self._breach(f"V7: {path} is written without its parent")
         if parent not in self._stray:
             self._stray.discard(path)
 
@@ -123,7 +137,7 @@ class DiskWatch:
             return
         for child in self._oracle.children.get(path, ()):
             if child in self._device.files and child not in self._stray:
-                raise Violation(f"V7: {path} goes before {child}, which follows it")
+                raise self._breach(f"V7: {path} goes before {child}, which follows it")
 
     def _lead_astray(self, path: str) -> None:
         """Whatever follows a block that somebody else took is on its own."""
@@ -135,7 +149,7 @@ class DiskWatch:
     def _check_budget(self, operation: str, path: str) -> None:
         used = self._device.used_bytes
         if used > self._most:
-            raise Violation(
+            raise self._breach(
                 f"V5: {operation} {path}: found {used} bytes under the root, "
                 f"expected at most {self._most}"
             )
@@ -145,8 +159,8 @@ class DiskWatch:
 class ArrowWatch:
     """Looks at every message of one house: (V2) and (V3).  Its ``see`` is the house's tap."""
 
-    def __init__(self, forward: Callable[[str, bytes], None]) -> None:
-        self._forward = forward
+    def __init__(self, judge: Judge, forward: Callable[[str, bytes], None]) -> None:
+        self._breach, self._forward = judge.breach, forward
         self._decoders = {
             "submissions": msgspec.msgpack.Decoder(ToStore).decode,
             "admissions": msgspec.msgpack.Decoder(ToEngine).decode,
@@ -172,12 +186,12 @@ class ArrowWatch:
                 self._see_admission(message)
             case Cancel() if arrow == "admissions" and message.before_admit:
                 if message.request_id in self.admitted:
-                    raise Violation(f"V3: request {message.request_id} is withdrawn after Admit")
+                    raise self._breach(f"V3: request {message.request_id} is withdrawn after Admit")
                 self.withdrawn.add(message.request_id)
             case Finished():
                 self.finished[message.request_id] += 1
                 if self.finished[message.request_id] > 1:
-                    raise Violation(f"V2: request {message.request_id} finished twice")
+                    raise self._breach(f"V2: request {message.request_id} finished twice")
             case _:
                 return
 
@@ -185,12 +199,12 @@ class ArrowWatch:
         """After a house that closed in order: every request finished (V2)."""
         open_ids = sorted(set(self.submitted) - set(self.finished))
         if open_ids:
-            raise Violation(f"V2: requests {open_ids} never finished")
+            raise self._breach(f"V2: requests {open_ids} never finished")
 
     def _see_admission(self, message: Restore | Admit) -> None:
         request_id = message.request_id
         if request_id in self.admitted or request_id in self.withdrawn:
             kind = type(message).__name__
-            raise Violation(f"V3: request {request_id}: {kind} after its Admit or early Cancel")
+            raise self._breach(f"V3: request {request_id}: {kind} after its Admit or early Cancel")
         if isinstance(message, Admit):
             self.admitted.add(request_id)

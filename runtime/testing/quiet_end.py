@@ -6,29 +6,28 @@ from typing import TYPE_CHECKING
 
 from millpond.runtime.testing.clients import Client, plain
 from millpond.runtime.testing.homecoming import check_home
-from millpond.runtime.testing.invariants import Violation
 
 if TYPE_CHECKING:
     from millpond.runtime.testing.sim_house import SimHouse, SimProcess
     from millpond.runtime.testing.world import World
     from millpond.runtime.testing.world_plan import ProcessPlan, RequestPlan
 
-ASKED_MAX = 3  # questions that are asked again
+ASKED_MAX = 2  # questions that are asked again
 
 
 async def ask_again(world: World, process: SimProcess, plan: ProcessPlan) -> None:
     """Ask what was asked before and compare each hit with what lies on the disk (V10)."""
     await process.open_root()
     if process.root is None:
-        raise Violation("V9: the root cannot be opened in quiet times")
-    async with process.house(0, world.trace) as house:
+        raise world.judge.breach("V9: the root cannot be opened in quiet times")
+    async with process.house(0, world.judge, world.trace) as house:
         client = Client(world, process, [house], [], f"{process.name} client")
         requests = [plain(one) for one in plan.requests[:ASKED_MAX]]
         for request in requests:
             await _ask(world, process, client, house, request)
         for request in requests[:1]:
             await _ask(world, process, client, house, request)
-    check_home(world.device, process, [house], 0.0)
+    check_home(world.judge, world.device, process, [house], 0.0)
     process.root.close()
     process.disk.close()
 
@@ -41,8 +40,8 @@ async def _ask(
     hoped = world.oracle.boundary(house.model, request, lambda path: path in world.device.files)
     done = await client.ask(house, request)
     if done is None:
-        raise Violation(f"V2: {request} was not answered in quiet times")
+        raise world.judge.breach(f"V2: {request} was not answered in quiet times")
     cached = done.usage.cached_tokens
     if cached > best or (cached < best and best == hoped):
-        raise Violation(f"V10: {cached} tokens were cached, {best} lie whole on the disk")
+        raise world.judge.breach(f"V10: {cached} tokens were cached, {best} lie whole on the disk")
     await house.store.drain(process.limits.drain_s)

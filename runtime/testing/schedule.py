@@ -18,6 +18,7 @@ import random
 import selectors
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import anyio
@@ -33,6 +34,17 @@ Probe = Callable[[Any], None]
 STEPS_MAX = 500_000
 
 
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Called before and after each task step with trio's task; trio only."""
+
+    before: Probe | None = None
+    after: Probe | None = None
+
+
+_NO_PROBES = Probes()
+
+
 class Spinning(BaseException):
     """Tasks kept each other running without end."""
 
@@ -41,18 +53,15 @@ def run_seeded(
     main: Callable[[], Awaitable[T]],
     seed: int,
     backend: Backend = "trio",
-    probe: Probe | None = None,
+    probes: Probes = _NO_PROBES,
     steps_max: int = STEPS_MAX,
 ) -> T:
-    """Run ``main`` and return what it returns.
-
-    probe  called before each task step with trio's task (trio only); it may look, not change
-    """
+    """Run ``main`` and return what it returns."""
     if backend == "asyncio":
         return _run_asyncio(main, steps_max)
     with _seeded(seed):
         clock = trio.testing.MockClock(autojump_threshold=0)
-        steps = _Steps(steps_max, probe)
+        steps = _Steps(steps_max, probes)
         return trio.run(main, clock=clock, instruments=[steps])
 
 
@@ -70,10 +79,14 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 class _Steps(trio.abc.Instrument):
-    """Counts task steps and shows them to the probe."""
+    """Counts task steps and shows them to the probes."""
 
-    def __init__(self, steps_max: int, probe: Probe | None) -> None:
-        self._left, self._probe = steps_max, probe
+    def __init__(self, steps_max: int, probes: Probes) -> None:
+        self._left, self._probe, self._after = steps_max, probes.before, probes.after
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if self._after is not None:
+            self._after(task)
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
         self._left -= 1

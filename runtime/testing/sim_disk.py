@@ -187,6 +187,9 @@ class SimDisk:
         """True while the root is what was opened."""
         return True
 
+    def reattach(self) -> None:
+        """See ``Disk.reattach``; never needed."""
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """See ``Disk.lock``; calls are whole, so nobody ever waits."""

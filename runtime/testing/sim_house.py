@@ -10,37 +10,88 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from anyio import current_time
+from anyio import Event, create_task_group, current_time
+from anyio.lowlevel import checkpoint
 from millpond.actors.engine import Engine, EngineParts
 from millpond.actors.gateway import Gateway, GatewayParts
 from millpond.actors.store import Store, StoreParts
 from millpond.actors.supervisor import House, HouseParts, open_house
-from millpond.codecs.messages import Loaded, Weights
-from millpond.runtime.channels import Outbox
+from millpond.codecs.messages import Loaded, Offer, Tensor, ToEngine, ToStore, Weights
+from millpond.runtime.channels import Inbox, Outbox
 from millpond.runtime.config import Limits
 from millpond.runtime.errors import EngineError, SpillError
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.kv.root import RootOptions, SpillRoot
 from millpond.runtime.staging import StagingPool
 from millpond.runtime.testing.fake_model import FakeModel
-from millpond.runtime.testing.invariants import ArrowWatch
+from millpond.runtime.testing.invariants import ArrowWatch, Judge
 from millpond.runtime.testing.oracle import END_ID, FINGERPRINT, Letters, guard_of, weights_of
 from millpond.runtime.testing.sim_disk import SimDisk
 from millpond.runtime.testing.trace import Trace
 from millpond.runtime.testing.workers import InlineWorker, Pace, SimWorker
-from millpond.runtime.testing.world_plan import VOCAB, ProcessPlan, WorldPlan
+from millpond.runtime.testing.world_plan import NEVER, VOCAB, ProcessPlan, WorldPlan
 
 DISK_STALL_S, ENGINE_STALL_S = 60.0, 120.0
 OPEN_STALL_S = 10 * DISK_STALL_S
 
 
-class EmptyLoader:
-    """The fake model needs no weights."""
+class ActorFailed(ArithmeticError):
+    """What a planned bug in an actor raises; it must end the house."""
+
+
+class AbortableStore:
+    """The real store, and beside it a task that fails once ``abort`` is set."""
+
+    def __init__(self, store: Store, abort: Event) -> None:
+        self._store, self._abort = store, abort
+
+    async def run(
+        self, submissions: Inbox[ToStore], offers: Inbox[Offer], admissions: Outbox[ToEngine]
+    ) -> None:
+        """Run until the store ends or the failure comes."""
+        async with create_task_group() as tasks:
+            tasks.start_soon(self._fail)
+            await self._store.run(submissions, offers, admissions)
+            tasks.cancel_scope.cancel()
+
+    async def _fail(self) -> None:
+        await self._abort.wait()
+        raise ActorFailed("planned")
+
+
+class SimLoader:
+    """Sends the fake model's weights as two tensors; fails after a number of turns if told to."""
+
+    def __init__(self, weights: bytes, pool: StagingPool, abort_steps: int = NEVER) -> None:
+        self._weights, self._pool, self._abort_steps = weights, pool, abort_steps
 
     async def run(self, weights: Outbox[Weights]) -> None:
-        """Say so."""
+        """Send, then say so, then perhaps fail."""
         async with weights:
-            await weights.send(Loaded(tensors=0))
+            half = len(self._weights) // 2
+            for number, part in enumerate((self._weights[:half], self._weights[half:])):
+                await self._send(f"w{number}", part, weights)
+            await weights.send(Loaded(tensors=2))
+        if self._abort_steps >= 0:
+            for _ in range(self._abort_steps):
+                await checkpoint()
+            raise ActorFailed("planned")
+
+    async def _send(self, name: str, part: bytes, weights: Outbox[Weights]) -> None:
+        lease = await self._pool.lend(len(part))
+        lease.buffer[:] = part
+        await weights.send(
+            Tensor(
+                name=name,
+                shape=(1, len(part) // 4),
+                encoding="f32",
+                first_row=0,
+                rows=1,
+                slot=lease.slot,
+                lease=lease.lease,
+                payload_bytes=len(part),
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +137,7 @@ class SimProcess:
         )
         self.root: SpillRoot | None = None
         self.runners: list[FakeModel] = []
+        self.abort = Event()
 
     async def open_root(self) -> None:
         """Open the spill root as a runtime does; a root that cannot be used is none."""
@@ -104,22 +156,22 @@ class SimProcess:
             self.root = None
 
     @asynccontextmanager
-    async def house(self, number: int, trace: Trace) -> AsyncIterator[SimHouse]:
+    async def house(self, number: int, judge: Judge, trace: Trace) -> AsyncIterator[SimHouse]:
         """Run one house."""
         model = self.plan.models[number]
         tag = f"{self.name}.{number}"
-        arrows = ArrowWatch(lambda arrow, data: trace.message(f"{tag} {arrow}", data))
+        arrows = ArrowWatch(judge, lambda arrow, data: trace.message(f"{tag} {arrow}", data))
         faults = self.plan.model_faults if not number else ()
-        runner = FakeModel(self.layout, weights_of(model), VOCAB, faults)
+        runner = FakeModel(self.layout, VOCAB, faults=faults)
         self.runners.append(runner)
         pools = _pools(self.layout, self._world)
         engine = Engine(self._engine_parts(number, runner, pools))
         store = Store(self._store_parts(model, pools))
         parts = HouseParts(
             gateway=Gateway(self._gateway_parts(model)),
-            store=store,
+            store=AbortableStore(store, self.abort) if self.plan.abort_place >= 0 else store,
             engine=engine,
-            loader=EmptyLoader(),
+            loader=SimLoader(weights_of(model), pools[0], self.plan.abort_steps),
             limits=self.limits,
             tap=arrows.see,
         )
@@ -202,7 +254,7 @@ def _pools(layout: KvLayout, world: WorldPlan) -> tuple[StagingPool, ...]:
     plane = max(group.plane_bytes(tokens) for group in layout.groups)
     slot_bytes = min(largest, bounds.slot_planes * plane) or largest
     return (
-        StagingPool("weights", 1, 1),
+        StagingPool("weights", 1, 32),
         StagingPool("restore", bounds.restore_slots, slot_bytes),
         StagingPool("spill", bounds.spill_slots, slot_bytes),
     )

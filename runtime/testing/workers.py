@@ -139,28 +139,18 @@ class SimWorker:
             self._break(EngineDied(f"{self.name}: the thread ended without an answer"))
         if kind == "stall" and stall_s is not None:
             self.stuck.append(function)
-            with CancelScope(shield=True):
-                await sleep(stall_s)
+            await _last(stall_s)
             self._break(EngineStalled(f"{self.name}: a call ran longer than {stall_s:g} s"))
-        before_s = self._duration(kind)
-        with CancelScope(shield=True):
-            if before_s:
-                await sleep(before_s)
-            result = await self._finish(function, stall_s)
-        return result
-
-    async def _finish(self, function: Callable[[], T], stall_s: float | None) -> T:
-        """Run the function; what it raises comes after the time that it took."""
+        await _last(self._duration(kind))
         try:
             return function()
-        finally:
+        finally:  # what it raises comes after the time that it took
             self._finished += 1
             delay_s = self._take_delay() if self._take_delay is not None else 0.0
-            if delay_s and (stall_s is None or delay_s < stall_s):
-                await sleep(delay_s)
-            elif delay_s and stall_s is not None:
-                await sleep(stall_s)
+            if stall_s is not None and delay_s >= stall_s:
+                await _last(stall_s)
                 self._break(EngineStalled(f"{self.name}: a call ran longer than {stall_s:g} s"))
+            await _last(delay_s)
 
     def _duration(self, kind: str) -> float:
         if kind in ("slow", "stall"):
@@ -175,3 +165,10 @@ class SimWorker:
         for turn in self._queue:
             turn.set()
         raise error
+
+
+async def _last(seconds: float) -> None:
+    """Let that much time pass, whoever is cancelled meanwhile."""
+    if seconds:
+        with CancelScope(shield=True):
+            await sleep(seconds)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from anyio import (
     Event,
@@ -24,16 +25,17 @@ from anyio import (
     sleep,
 )
 from millpond.runtime.errors import EngineError
+from millpond.runtime.testing.cancellations import Place, actor_places
 from millpond.runtime.testing.clients import Client
 from millpond.runtime.testing.fake_model import ModelBug
-from millpond.runtime.testing.homecoming import check_home
-from millpond.runtime.testing.invariants import DiskWatch, Violation
+from millpond.runtime.testing.homecoming import check_home, check_root
+from millpond.runtime.testing.invariants import DiskWatch, Judge, Violation
 from millpond.runtime.testing.oracle import Oracle
 from millpond.runtime.testing.quiet_end import ask_again
-from millpond.runtime.testing.schedule import Probe, Spinning, run_seeded
+from millpond.runtime.testing.schedule import Probe, Probes, Spinning, run_seeded
 from millpond.runtime.testing.sim_device import SimDevice
 from millpond.runtime.testing.sim_disk import SimCrash, SimDisk
-from millpond.runtime.testing.sim_house import SimHouse, SimProcess, context_tokens
+from millpond.runtime.testing.sim_house import ActorFailed, SimHouse, SimProcess, context_tokens
 from millpond.runtime.testing.trace import Trace
 from millpond.runtime.testing.world_plan import ProcessPlan, RequestPlan, WorldPlan
 
@@ -66,11 +68,11 @@ def run_world(
     """Run a world to its end or to its first violation.
 
     lines  gets the readable trace
-    probe  see ``run_seeded``
+    probe  called before each task step with trio's task
     """
     world = World(plan, lines)
     try:
-        run_seeded(world.run, plan.seed, plan.backend, probe)
+        run_seeded(world.run, plan.seed, plan.backend, Probes(probe, world.look_at))
     except (Violation, Spinning) as error:
         world.result.violation = str(error) or "tasks keep each other running without end"
     except BaseExceptionGroup as group:
@@ -86,11 +88,13 @@ class World:
         self._layout = plan.layout.layout()
         self.device = SimDevice(plan.seed, plan.capacity_bytes or None)
         self.oracle = Oracle(self._layout, context_tokens(self._layout))
-        self.watch = DiskWatch(self.device, self.oracle, plan.bytes_max)
+        self.judge = Judge()
+        self.watch = DiskWatch(self.judge, self.device, self.oracle, plan.bytes_max)
         self.result = WorldResult()
         self.trace = Trace(self._now, lines)
         # mutable state, changed only in run
         self._running = False
+        self._abort: tuple[Place, Event] | None = None
         for process in plan.processes:
             for request in process.requests:
                 self.oracle.learn(process.models[request.house], request)
@@ -105,9 +109,17 @@ class World:
     def close(self) -> WorldResult:
         """Return the result."""
         self._running = False
+        self.result.violation = self.judge.first or self.result.violation
         self.result.injected.update(self.device.losses)
         self.result.digest, self.result.events = self.trace.digest(), self.trace.events
         return self.result
+
+    def look_at(self, task: Any) -> None:
+        """After a task step: fail an actor if one waits where that is planned."""
+        if self._abort is not None and self._abort[0].holds(task):
+            self.result.injected["actor failed"] += 1
+            self._abort[1].set()
+            self._abort = None
 
     def _now(self) -> float:
         return current_time() if self._running else 0.0
@@ -119,14 +131,18 @@ class World:
         process = SimProcess(self._plan, plan, disk, name)
         self.watch.process_starts()
         self.trace.event(name, f"starts: {self.device!r}")
+        places = actor_places()
+        if plan.abort_place >= 0:
+            self._abort = (places[plan.abort_place % len(places)], process.abort)
         try:
             with move_on_after(PATIENCE_S) as patience:
                 await self._serve(process, plan)
             if patience.cancelled_caught:
-                raise Violation("V2: something waits for ever")
+                raise self.judge.breach("V2: something waits for ever")
         except BaseException as error:
             self._judge(error, process, plan)
         finally:
+            self._abort = None
             self._count(process)
         if disk.crashed:
             assert plan.crash is not None
@@ -139,7 +155,7 @@ class World:
             done = Event()
             async with AsyncExitStack() as stack:
                 houses = [
-                    await stack.enter_async_context(process.house(number, self.trace))
+                    await stack.enter_async_context(process.house(number, self.judge, self.trace))
                     for number in range(len(plan.models))
                 ]
                 clients = self._clients(process, houses, plan)
@@ -156,7 +172,7 @@ class World:
                 for client in clients:
                     client.is_closing = True
             took_s = current_time() - closing_s
-        check_home(self.device, process, houses, took_s)
+        check_home(self.judge, self.device, process, houses, took_s)
         if process.root is not None:
             process.root.close()
         process.disk.close()
@@ -187,12 +203,16 @@ class World:
             planned = any(fault.kind == "bug" for fault in plan.model_faults)
             if isinstance(leaf, ModelBug) and planned:
                 continue
+            if isinstance(leaf, ActorFailed) and plan.aborts:
+                continue
             if isinstance(leaf, EngineError) and broken:
                 continue
             if isinstance(leaf, cancelled):
                 raise leaf
-            raise Violation(f"a process ended with {_story(leaf)}") from leaf
+            raise self.judge.breach(f"a process ended with {_story(leaf)}") from leaf
         if not disk.crashed:
+            if process.root is not None:
+                check_root(self.judge, process.root)
             disk.close()
 
     def _count(self, process: SimProcess) -> None:
@@ -218,7 +238,7 @@ class World:
             with move_on_after(PATIENCE_S) as patience:
                 await ask_again(self, process, plan)
             if patience.cancelled_caught:
-                raise Violation("V2: something waits for ever at the quiet end")
+                raise self.judge.breach("V2: something waits for ever at the quiet end")
 
     def _models(self) -> set[int]:
         return {model for process in self._plan.processes for model in process.models}
