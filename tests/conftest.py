@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from millpond.runtime.blas import preload
+
+preload(threads=1)  # before any test module imports MLX, which binds the BLAS that it finds
 
 
 @pytest.fixture(scope="session")
