@@ -33,7 +33,8 @@ _POSITION_DIGITS = 20
 _CHECKSUM_DIGITS = 32
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 _PEEK = re.compile(
-    rb'\{"__metadata__":\{"format":"(?P<format>[^"\\]{1,64})","chain_hash":"(?P<hash>[0-9a-f]{64})",'
+    rb'\{"__metadata__":\{"format":"(?P<format>[^"\\]{1,64})",'
+    rb'"chain_hash":"(?P<hash>[0-9a-f]{64})",'
     rb'"parent":"(?P<parent>[0-9a-f]{64})","first_token":"(?P<first>[0-9]{1,20})",'
     rb'"group":"(?P<group>[^"\\]{1,64})","fingerprint":"(?P<fingerprint>[0-9a-f]{64})",'
     rb'"guard":"(?P<guard>[0-9a-f]{64})",'
