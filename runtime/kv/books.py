@@ -33,6 +33,7 @@ from millpond.runtime.kv.root_options import RootOptions
 QUARANTINE_SHARE = 8  # at most this part of the budget lies in quarantine
 JOURNAL_SHARE = 64  # a journal may hold this part of the budget in outdated records
 JOURNAL_SLACK_MIN, JOURNAL_SLACK_MAX = 2**12, 2**20
+PROBE_BYTES = 512  # written to see whether a disk can be; the budget is kept this much short
 RECORDS_BYTES = 512  # room for the records of one block
 USE_BYTES, USES_MAX = 48, 64  # uses that wait for the next transaction
 
@@ -51,6 +52,7 @@ class Books:
     def __init__(self, disk: Disk, options: RootOptions) -> None:
         self.disk, self.options = disk, options
         self.guard = threading.Lock()
+        self.bytes_max = max(0, options.bytes_max - 2 * PROBE_BYTES)
         self.quarantine_bytes_max = min(
             options.quarantine_bytes_max, options.bytes_max // QUARANTINE_SHARE
         )
@@ -145,7 +147,7 @@ class Books:
         """Begin a new generation of the journal from the ledger."""
         with self.guard:
             records = list(self.ledger.snapshot())
-            room = self.options.bytes_max - self.ledger.used_bytes
+            room = self.bytes_max - self.ledger.used_bytes
         if room < self.journal.bytes:
             discard(self.disk, JOURNAL)  # no room for two; a missing journal costs time only
         self.journal.replace(records)
@@ -177,7 +179,7 @@ class Books:
         with self.guard:
             uses = list(self.uses)
             self.uses.clear()
-            if self.ledger.used_bytes + USE_BYTES * len(uses) > self.options.bytes_max:
+            if self.ledger.used_bytes + USE_BYTES * len(uses) > self.bytes_max:
                 uses = []
         self.journal.append((*records, *uses))
         slack = min(JOURNAL_SLACK_MAX, self.options.bytes_max // JOURNAL_SHARE)
@@ -192,7 +194,7 @@ class Books:
     def _lack(self, size: int) -> int:
         free = self.disk.free_bytes()
         with self.guard:
-            over = self.ledger.used_bytes + size - self.options.bytes_max
+            over = self.ledger.used_bytes + size - self.bytes_max
         return max(over, self.options.free_bytes_min + size - free)
 
     def _settle_intents(self, records: list[Record]) -> None:

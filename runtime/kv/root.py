@@ -24,7 +24,7 @@ from typing import Literal
 
 from millpond.runtime.config import parse_bytes
 from millpond.runtime.errors import SpillFailed, SpillFull
-from millpond.runtime.kv.books import Books
+from millpond.runtime.kv.books import PROBE_BYTES, Books
 from millpond.runtime.kv.disk import Disk, PosixDisk
 from millpond.runtime.kv.files import (
     TEMP_SUFFIX,
@@ -46,7 +46,6 @@ __all__ = ["Refusal", "RootOptions", "RootStatistics", "SpillRoot", "open_spill_
 
 _log = logging.getLogger(__name__)
 PROBE_S, PROBE_S_MAX = 5.0, 300.0  # first and longest wait before spilling is tried again
-PROBE_BYTES = 2**12
 JOURNAL_ENTRY_BYTES = 96  # of one block in a new journal
 EVICT_BYTES = 2**30  # evicted in one turn at open
 Refusal = Literal["off", "parent", "full"]
@@ -81,8 +80,8 @@ class SpillRoot:
         try:
             disk.claim_writer(options.token)
             try:
-                root._probe()
                 root._recover(progress)
+                root._probe()
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
@@ -283,10 +282,11 @@ class SpillRoot:
         )
 
     def _probe(self) -> None:
-        """Write and remove a small file; raises OSError."""
+        """Write and remove a small file, within the budget; raises OSError."""
         path = f"probe.{self.options.token}.0{TEMP_SUFFIX}"
+        size = max(0, min(PROBE_BYTES, self.options.bytes_max - self.used_bytes))
         try:
-            self.disk.write(path, (bytes(PROBE_BYTES),), self.options.sync)
+            self.disk.write(path, (bytes(size),), self.options.sync)
         finally:
             discard(self.disk, path)
 
@@ -330,7 +330,7 @@ class SpillRoot:
         books, unwritten = self._books, list[Record]()
         while True:
             journal = JOURNAL_ENTRY_BYTES * (1 + self.index.count) if is_stale else 0
-            over = self.used_bytes + journal - self.options.bytes_max
+            over = self.used_bytes + journal - books.bytes_max
             if over <= 0 or not books.evict(min(over, EVICT_BYTES), unwritten):
                 return is_stale
             is_stale = True

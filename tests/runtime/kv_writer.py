@@ -36,7 +36,7 @@ def prompt_blocks(seed: int, count: int) -> list[BlockIdentity]:
     parent = chain_root(FINGERPRINT, GUARD, "exact")
     found = []
     for index in range(count):
-        ids = pack_tokens([seed * 100_003 + index * TOKENS + k for k in range(TOKENS)])
+        ids = pack_tokens([(seed * 10_007 + index * TOKENS + k) % 2**32 for k in range(TOKENS)])
         name = chain_hash(FINGERPRINT, parent, ids)
         found.append(
             BlockIdentity(FINGERPRINT, GUARD, GROUP, TOKENS, index * TOKENS, name, parent, ids)
