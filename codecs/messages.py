@@ -135,8 +135,7 @@ class Restore(Descriptor, frozen=True, tag="restore"):
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a restore did.
 
-    blocks      files read and verified
-    bytes       their whole sizes
+    blocks, bytes  files read and verified, and their whole sizes
     restore_ms  time from the request's arrival at the store to its Admit
     misses      count of misses by reason
     """
