@@ -21,7 +21,7 @@ from functools import partial
 from typing import assert_never
 
 import msgspec
-from anyio import Event, create_task_group
+from anyio import BrokenResourceError, ClosedResourceError, Event, create_task_group
 from millpond.actors.gateway_request import GatewayTokenizer, Request, TokenStream
 from millpond.codecs.fingerprint import ReuseTag, chain_root
 from millpond.codecs.messages import (
@@ -186,9 +186,11 @@ class Gateway:
         assert self._submissions is not None, "a house yields its gateway once it runs"
         try:
             await self._submissions.send(submit)
-        except BaseException:  # nothing was sent (I1 of runtime.channels): the entry goes too
+        except BaseException as error:  # nothing was sent (I1 of runtime.channels)
             self._requests.pop(submit.request_id, None)
             self._change()
+            if isinstance(error, BrokenResourceError | ClosedResourceError):
+                raise EngineDied("the house ended before the request began") from error
             raise
         request.submitted = True
         return request
