@@ -165,8 +165,7 @@ class Books:
             if tail.is_whole:
                 unknown = self.ledger.resync(tail.records)
             else:
-                for record in tail.records:
-                    self.ledger.apply(record)
+                self.ledger.apply_all(tail.records)
         for block in unknown:
             if not self._exists(path_of(block)):
                 with self.guard:

@@ -18,13 +18,13 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 WRITERS = "writers"
 LOCK = "lock"
@@ -32,8 +32,7 @@ JOURNAL = "journal"
 _IOV_MAX = 512  # buffers of one system call; Linux and macOS take 1024
 
 
-@dataclass(frozen=True, slots=True)
-class DiskEntry:
+class DiskEntry(NamedTuple):
     """One file or folder of a listing.
 
     name      last part of its path
@@ -321,7 +320,7 @@ def _open_root(root: Path) -> int:
 
 def _entry(entry: os.DirEntry[str]) -> DiskEntry:
     found = entry.stat(follow_symlinks=False)
-    is_folder = entry.is_dir(follow_symlinks=False)
+    is_folder = stat.S_ISDIR(found.st_mode)
     return DiskEntry(entry.name, 0 if is_folder else found.st_size, found.st_mtime_ns, is_folder)
 
 

@@ -21,15 +21,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FRESH_SHARE = 0.25
 GHOSTS_MIN = 1024  # names of evicted blocks remembered at least
 LOOK_AHEAD = 64  # candidates of one ring looked at for one victim
 
 
-@dataclass(frozen=True, slots=True)
-class FoundBlock:
+class FoundBlock(NamedTuple):
     """A block file that a scan or the journal found.
 
     folder    the group's folder

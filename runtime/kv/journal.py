@@ -32,6 +32,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from millpond.runtime.kv.disk import JOURNAL, Disk
 from millpond.runtime.kv.files import TEMP_SUFFIX, discard
@@ -62,8 +63,7 @@ class Kind(IntEnum):
     ASIDE = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One record; the fields that its kind has no use for are empty."""
 
     kind: Kind
@@ -135,15 +135,22 @@ class JournalCodec:
         )
 
     def _record(self, kind: int, flags: int, body: bytes) -> Record | None:
+        if kind == Kind.BLOCK:  # nearly all of them
+            folder, chain_hash, parent, first_token, size = _BLOCK.unpack_from(body)
+            token = body[_BLOCK.size :].decode()
+            name = self._names[folder]
+            return Record(Kind.BLOCK, name, chain_hash, parent, first_token, size, token, flags)
         match Kind(kind):
             case Kind.FOLDER:
                 self._name(_FOLDER.unpack_from(body)[0], body[_FOLDER.size :].decode())
                 return None
-            case Kind.BLOCK | Kind.INTENT as known:
+            case Kind.INTENT:
                 folder, chain_hash, parent, first_token, size = _BLOCK.unpack_from(body)
                 token = body[_BLOCK.size :].decode()
                 name = self._names[folder]
-                return Record(known, name, chain_hash, parent, first_token, size, token, flags)
+                return Record(
+                    Kind.INTENT, name, chain_hash, parent, first_token, size, token, flags
+                )
             case Kind.RELEASE:
                 return Record(Kind.RELEASE, token=body.decode())
             case Kind.ASIDE:

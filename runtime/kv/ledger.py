@@ -58,7 +58,9 @@ class Ledger:
         match record.kind:
             case Kind.BLOCK:
                 self._end_intent(record.token)
-                self._add(record)
+                shelf = self.index.shelf(record.folder)
+                parent = record.parent if shelf.is_full and record.first_token else None
+                self.index.add(shelf, record.chain_hash, record.bytes, parent)
             case Kind.INTENT:
                 self._end_intent(record.token)
                 self._begin_intent(record)
@@ -76,6 +78,18 @@ class Ledger:
                 self.aside_bytes = record.bytes
             case Kind.FOLDER:
                 raise AssertionError("folders are resolved by the codec")
+
+    def apply_all(self, records: Iterable[Record]) -> None:
+        """Change the state as records say; a new generation's blocks are taken the short way."""
+        index, shelves = self.index, self.index.shelves
+        for record in records:
+            if not record.flags & OLDER:
+                self.apply(record)
+                continue
+            shelf = shelves.get(record.folder) or index.shelf(record.folder)
+            parent = record.parent if record.first_token and shelf.is_full else None
+            ring = index.kept if record.flags & KEPT else index.fresh
+            index.recall(shelf, record.chain_hash, record.bytes, parent, ring)
 
     def find(self, record: Record) -> Block | None:
         """Return the block that a record names, None if it is not here."""
@@ -97,10 +111,11 @@ class Ledger:
         Returns the blocks that are here and unknown to the generation; they stay.
         """
         other = Ledger()
-        for record in records:
-            other.apply(record)
-        for block, is_kept in other.index.snapshot():
-            self._add(block_record(block, OLDER | (KEPT if is_kept else 0)))
+        other.apply_all(records)
+        self.apply_all(
+            block_record(block, OLDER | (KEPT if is_kept else 0))
+            for block, is_kept in other.index.snapshot()
+        )
         for token in tuple(self._intents):
             self._end_intent(token)
         for intent in other.intents().values():
@@ -129,15 +144,6 @@ class Ledger:
         self._intents = other._intents
         self.aside_bytes, self.other_bytes = other.aside_bytes, other.other_bytes
         self.journal_bytes = other.journal_bytes
-
-    def _add(self, record: Record) -> None:
-        index, shelf = self.index, self.index.shelf(record.folder)
-        parent = record.parent if shelf.is_full and record.first_token else None
-        if record.flags & OLDER:
-            ring = index.kept if record.flags & KEPT else index.fresh
-            index.recall(shelf, record.chain_hash, record.bytes, parent, ring)
-        else:
-            index.add(shelf, record.chain_hash, record.bytes, parent)
 
     def _begin_intent(self, record: Record) -> None:
         shelf = self.index.shelf(record.folder)

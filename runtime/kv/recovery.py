@@ -41,8 +41,7 @@ def recover(disk: Disk, journal: Journal, progress: Progress | None) -> Recovere
     """
     ledger = Ledger()
     tail = journal.read()
-    for record in tail.records:
-        ledger.apply(record)
+    ledger.apply_all(tail.records)
     found = scan_root(disk, progress, ledger.index)
     sweep(disk, found)
     is_stale = _settle(disk, ledger) or tail.is_broken

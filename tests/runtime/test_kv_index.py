@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import tracemalloc
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,7 +176,7 @@ def test_a_block_takes_few_bytes_of_memory() -> None:
     ]
     for one in range(len(found)):
         if one % 64:
-            found[one] = replace(found[one], parent=found[one - 1].chain_hash)
+            found[one] = found[one]._replace(parent=found[one - 1].chain_hash)
     index = PrefixIndex()
     assert index.load(found) == []
     del found
