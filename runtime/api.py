@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Ordered
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from millpond.actors.engine import EngineStatistics
@@ -24,6 +25,7 @@ from millpond.runtime.assembly import (
     open_shared,
 )
 from millpond.runtime.channels import ChannelStatistics
+from millpond.runtime.chat import ChatOptions
 from millpond.runtime.config import RuntimeConfig
 from millpond.runtime.results import Completion
 from millpond.runtime.staging import StagingStatistics
@@ -87,7 +89,7 @@ class Runtime:
     """One loaded model; made by ``open_runtime``, used on its event loop only."""
 
     def __init__(self, built: Built, house: House, load_ms: float) -> None:
-        self._built, self._house = built, house
+        self._built, self._house, self._chats = built, house, built.chats
         self.identity, self.tokenizer = built.identity, built.tokenizer
         self.load_ms = load_ms  # from opening the runtime to the model being loaded
 
@@ -98,6 +100,11 @@ class Runtime:
     def device(self) -> str:
         """Kind of the device: ``cpu`` or ``gpu``."""
         return self.identity.numerics.device_kind
+
+    @property
+    def chat_template(self) -> str:
+        """Jinja text of the chat template in use, ``""`` for none."""
+        return self._chats.source
 
     @asynccontextmanager
     async def stream(
@@ -132,6 +139,52 @@ class Runtime:
     ) -> Completion:
         """Run a prompt to its end; arguments and errors as in ``stream``."""
         async with self.stream(prompt, sampling, salt=salt, no_store=no_store) as tokens:
+            return await tokens.result()
+
+    async def encode_chat(
+        self, messages: Ordered[Mapping[str, object]], options: ChatOptions | None = None
+    ) -> list[int]:
+        """Return a chat's token ids, BOS included: what ``stream_chat`` submits.
+
+        Raises InvalidParameter for messages that are none, ChatTemplateError if there is no
+        template or it fails, RuntimeClosed.
+        """
+        return await self._built.threads.host.call(partial(self._chats.encode, messages, options))
+
+    @asynccontextmanager
+    async def stream_chat(
+        self,
+        messages: Ordered[Mapping[str, object]],
+        sampling: SamplingParams | None = None,
+        *,
+        options: ChatOptions | None = None,
+        salt: str = "",
+        no_store: bool = False,
+    ) -> AsyncIterator[TokenStream]:
+        """Submit a chat, rendered by its template, for the model's next turn.
+
+        messages  ``{"role": ..., "content": ...}``; what looks like a control token is text there
+        options   tools and further variables of the template
+
+        The rest as in ``stream``; raises what ``encode_chat`` and ``stream`` raise.
+        """
+        ids = await self.encode_chat(messages, options)
+        async with self.stream(ids, sampling, salt=salt, no_store=no_store) as tokens:
+            yield tokens
+
+    async def chat(
+        self,
+        messages: Ordered[Mapping[str, object]],
+        sampling: SamplingParams | None = None,
+        *,
+        options: ChatOptions | None = None,
+        salt: str = "",
+        no_store: bool = False,
+    ) -> Completion:
+        """Return the model's next turn of a chat; arguments and errors as in ``stream_chat``."""
+        async with self.stream_chat(
+            messages, sampling, options=options, salt=salt, no_store=no_store
+        ) as tokens:
             return await tokens.result()
 
     async def drain(self) -> None:
@@ -173,8 +226,9 @@ async def open_runtime(
 
     shared  disk threads and spill root of this process; None opens them for this runtime alone
 
-    Raises ConfigError, ModelNotFound, ModelUnreadable, UnsupportedModel or TokenizerError.  A spill
-    root that cannot be used raises nothing: the runtime serves without it, and ``health`` says so.
+    Raises ConfigError, ModelNotFound, ModelUnreadable, UnsupportedModel, TokenizerError, or
+    ChatTemplateError for a configured template that is none.  A spill root that cannot be used
+    raises nothing: the runtime serves without it, and ``health`` says so.
     """
     config = config.checked()
     started = time.monotonic()

@@ -21,6 +21,7 @@ from millpond.actors.loader import Loader
 from millpond.actors.store import Store, StoreParts
 from millpond.actors.supervisor import HouseParts
 from millpond.codecs.fingerprint import NumericsIdentity
+from millpond.runtime.chat_encoder import ChatEncoder, read_template
 from millpond.runtime.config import Limits, RuntimeConfig
 from millpond.runtime.errors import EngineError, ModelError, SpillError
 from millpond.runtime.gguf_file import GgufFile
@@ -72,6 +73,7 @@ class Built:
     config: RuntimeConfig
     identity: ModelIdentity
     tokenizer: Tokenizer
+    chats: ChatEncoder
     threads: Threads
     shared: Shared
     pools: tuple[StagingPool, ...]
@@ -133,14 +135,14 @@ def _open_root(config: RuntimeConfig) -> SpillRoot:
 async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Built:
     """Read the model's header, name it, and make its actors; nothing runs yet.
 
-    Raises ModelError, ConfigError or DescriptorError.
+    Raises ModelError (ChatTemplateError too), ConfigError or DescriptorError.
     """
     warm_s = config.limits.engine_warm_s
     file = await threads.host.call(partial(GgufFile.open, config.model))
     try:
         numerics = await threads.engine.call(partial(numerics_identity, config), warm_s)
         named = partial(_identify, file, config, numerics)
-        identity, layout, tokenizer = await threads.host.call(named)
+        identity, layout, tokenizer, chats = await threads.host.call(named)
         runner = await threads.engine.call(partial(_make_runner, identity, layout), warm_s)
     except BaseException:
         file.close()
@@ -166,6 +168,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         config=config,
         identity=identity,
         tokenizer=tokenizer,
+        chats=chats,
         threads=threads,
         shared=shared,
         pools=pools,
@@ -178,7 +181,8 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
 
 def _identify(
     file: GgufFile, config: RuntimeConfig, numerics: NumericsIdentity
-) -> tuple[ModelIdentity, KvLayout, Tokenizer]:
+) -> tuple[ModelIdentity, KvLayout, Tokenizer, ChatEncoder]:
+    chosen = "" if config.chat_template is None else read_template(config.chat_template)
     identity = identify(file, config, numerics, os.environ)
     if not identity.descriptor.num_layers:
         raise ModelError(f"{file.path}: found no layers, expected at least one")
@@ -188,7 +192,11 @@ def _identify(
         config.prefill_chunk_tokens,
         config.sliding_boundary_tokens,
     )
-    return identity, layout, make_tokenizer(identity.vocabulary)
+    tokenizer = make_tokenizer(identity.vocabulary)
+    chats = ChatEncoder(tokenizer, chosen or identity.vocabulary.chat_template)
+    if chosen:
+        chats.compile()  # who chose it learns now if it is none
+    return identity, layout, tokenizer, chats
 
 
 def _make_runner(identity: ModelIdentity, layout: KvLayout) -> Runner:

@@ -78,6 +78,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     blas_threads             threads of the float32 BLAS; more than one collapses on a busy machine
     fast_blas                use the BLAS of the ``fast-cpu`` extra where it is installed
     limits                   bounds
+    chat_template            path of a Jinja file that replaces the chat template of the model
     """
 
     model: str
@@ -97,6 +98,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     blas_threads: int = 1
     fast_blas: bool = True
     limits: Limits = Limits()
+    chat_template: str | None = None
 
     def checked(self) -> RuntimeConfig:
         """Return this configuration if every field has its type and range; raise ConfigError."""
