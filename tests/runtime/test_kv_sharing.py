@@ -1,8 +1,7 @@
-"""Several processes on one root: one journal, one budget, leaves first; what a crash leaves is freed."""
+"""Several processes on one root: one budget, leaves first; what a crash leaves is freed."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import signal
 import subprocess
@@ -11,65 +10,26 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
 from millpond.runtime.errors import BlockError
 from millpond.runtime.kv.disk import PosixDisk
-from millpond.runtime.kv.files import Draft, read_block, temporary_path
-from millpond.runtime.kv.header import BlockIdentity
-from millpond.runtime.kv.index import Shelf
-from millpond.runtime.kv.journal import KEPT, OLDER, Journal, JournalCodec, Kind, Record
-from millpond.runtime.kv.root import RootOptions, SpillRoot, open_spill_root
-
-_SCRIPT = Path(__file__).with_name("kv_writer.py")
-_SPEC = importlib.util.spec_from_file_location("kv_writer", _SCRIPT)
-assert _SPEC is not None and _SPEC.loader is not None
-kv: Any = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(kv)
-FILE = kv.prompt_blocks(0, 1)[0]
-FILE_BYTES = FILE.header_bytes() + FILE.payload_bytes
-SLACK = 12_000  # journal of a few blocks
-
-
-def opened(path: Path, token: str, bytes_max: int = 2**30, **changes: Any) -> SpillRoot:
-    options = RootOptions(**({"token": token, "bytes_max": bytes_max} | changes))
-    return open_spill_root(path, bytes_max, options)
-
-
-def shelf_of(root: SpillRoot, block: BlockIdentity) -> Shelf:
-    return root.shelf(block.path.rsplit("/", 2)[0])
-
-
-def draft_of(root: SpillRoot, block: BlockIdentity, number: int = 0) -> Draft:
-    payload = memoryview(kv.payload_of(block))
-    temporary = temporary_path(block, root.options.token, number)
-    return Draft(block, (payload,), xxhash.xxh3_128_digest(payload), temporary, False)
-
-
-def store(root: SpillRoot, block: BlockIdentity) -> str:
-    return root.store(shelf_of(root, block), draft_of(root, block), 0.0) or ""
-
-
-def has(root: SpillRoot, block: BlockIdentity) -> bool:
-    return block.chain_hash in shelf_of(root, block).blocks
-
-
-def read(root: SpillRoot, block: BlockIdentity) -> bytes:
-    buffer = memoryview(bytearray(block.payload_bytes))
-    read_block(root.disk, block, buffer)
-    return bytes(buffer)
-
-
-def bytes_under(path: Path) -> int:
-    total = 0
-    for one in path.rglob("*"):
-        try:
-            total += one.stat().st_size if one.is_file() else 0
-        except FileNotFoundError:
-            continue
-    return total
+from millpond.runtime.kv.journal import Kind
+from root_bench import (
+    FILE,
+    FILE_BYTES,
+    SLACK,
+    WRITER_SCRIPT,
+    bytes_under,
+    draft_of,
+    has,
+    kv,
+    opened,
+    read,
+    shelf_of,
+    store,
+)
 
 
 def test_what_one_process_writes_the_other_finds(tmp_path: Path) -> None:
@@ -196,100 +156,6 @@ def test_a_file_named_by_a_writer_that_died_before_it_said_so_is_not_lost_track_
     two.close()
 
 
-@pytest.mark.parametrize(
-    "how", ["missing", "empty", "torn", "flipped", "stale", "foreign", "zeros"]
-)
-def test_a_bad_journal_costs_only_time(tmp_path: Path, how: str) -> None:
-    root = opened(tmp_path, "one")
-    blocks = [block for seed in range(4) for block in kv.prompt_blocks(seed, 4)]
-    for block in blocks[:8]:
-        store(root, block)
-    journal = tmp_path / "journal"
-    stale = journal.read_bytes()
-    for block in blocks[8:]:
-        store(root, block)
-    root.close()
-    whole = journal.read_bytes()
-    changed = {
-        "empty": b"",
-        "torn": whole[:-17],
-        "flipped": whole[:300] + bytes([whole[300] ^ 4]) + whole[301:],
-        "stale": stale,
-        "foreign": b"something else altogether, long enough to be a journal",
-        "zeros": whole + bytes(1000),
-    }
-    journal.unlink()
-    if how in changed:
-        journal.write_bytes(changed[how])
-    again = opened(tmp_path, "two")
-    assert all(has(again, block) for block in blocks)
-    assert again.used_bytes == bytes_under(tmp_path)
-    again.close()
-    third = opened(tmp_path, "three")
-    assert third.index.count == len(blocks)
-    third.close()
-
-
-@pytest.mark.parametrize("how", ["missing", "torn", "short", "zeros"])
-def test_a_journal_that_breaks_while_it_is_used_is_begun_anew(tmp_path: Path, how: str) -> None:
-    one, two = opened(tmp_path, "one"), opened(tmp_path, "two")
-    blocks = kv.prompt_blocks(0, 6)
-    for block in blocks[:2]:
-        store(one, block)
-    two.flush()
-    journal = tmp_path / "journal"
-    whole = journal.read_bytes()
-    journal.unlink()
-    if how != "missing":
-        broken = {"torn": whole + b"abc", "short": whole[:-9], "zeros": whole + bytes(64)}[how]
-        journal.write_bytes(broken)
-    assert store(one, blocks[2]) == ""
-    assert store(two, blocks[3]) == ""
-    one.flush()
-    for root in (one, two):
-        assert [has(root, block) for block in blocks] == [True] * 4 + [False] * 2
-        assert root.used_bytes == bytes_under(tmp_path)
-    one.close()
-    two.close()
-
-
-def test_a_known_journal_spares_the_headers(tmp_path: Path) -> None:
-    root = opened(tmp_path, "one")
-    for block in kv.prompt_blocks(0, 6):
-        store(root, block)
-    root.close()
-    reads: list[str] = []
-
-    class Watched(PosixDisk):
-        def read_into(self, path: str, offset: int, *buffers: memoryview) -> int:
-            reads.append(path)
-            return super().read_into(path, offset, *buffers)
-
-    again = SpillRoot.open(Watched(tmp_path), RootOptions(token="two", bytes_max=2**30))
-    assert again.index.count == 6
-    assert {path for path in reads if path.endswith(".safetensors")} == set()
-    again.close()
-
-
-def test_a_chain_that_is_used_outlives_a_restart(tmp_path: Path) -> None:
-    root = opened(tmp_path, "one")
-    used = kv.prompt_blocks(0, 3)
-    for block in used:
-        store(root, block)
-    root.use((shelf_of(root, used[-1]).blocks[used[-1].chain_hash],))
-    for seed in range(1, 5):
-        for block in kv.prompt_blocks(seed, 3):
-            store(root, block)
-    root.close()
-    again = opened(tmp_path, "two", 8 * FILE_BYTES)
-    assert all(has(again, block) for block in used)
-    for seed in range(10, 20):
-        for block in kv.prompt_blocks(seed, 3):
-            store(again, block)
-    assert all(has(again, block) for block in used), "a sweep of one-off prompts flushed it"
-    again.close()
-
-
 def test_a_root_that_is_moved_away_turns_spilling_off_and_a_new_one_on(tmp_path: Path) -> None:
     path = tmp_path / "root"
     root = opened(path, "one")
@@ -327,55 +193,6 @@ def test_a_root_that_is_removed_while_running_never_fails_a_call(tmp_path: Path)
     root.close()
 
 
-def test_every_record_comes_back_and_a_flipped_bit_ends_the_reading() -> None:
-    records = [
-        Record(
-            Kind.BLOCK, "v1/a/g0-full", b"h" * 32, b"p" * 32, 256, 10**12, "token", KEPT | OLDER
-        ),
-        Record(Kind.INTENT, "v1/a/g1-sliding", b"i" * 32, b"p" * 32, 0, 5, "token"),
-        Record(Kind.RELEASE, token="token"),
-        Record(Kind.GONE, "v1/a/g0-full", b"h" * 32),
-        Record(Kind.USED, "v1/b/g0-full", b"h" * 32),
-        Record(Kind.ASIDE, bytes=77),
-    ]
-    data = JournalCodec().encode(records)
-    assert JournalCodec().decode(data) == (records, len(data))
-    for bit in range(8 * len(data)):
-        broken = bytearray(data)
-        broken[bit // 8] ^= 1 << bit % 8
-        found, used = JournalCodec().decode(bytes(broken))
-        assert found == records[: len(found)] and len(found) < len(records) and used <= bit // 8
-    for size in range(len(data)):
-        found, used = JournalCodec().decode(data[:size])
-        assert found == records[: len(found)] and used <= size
-
-
-def test_a_journal_is_compacted_before_it_grows(tmp_path: Path) -> None:
-    limit = 4 * FILE_BYTES + SLACK
-    root = opened(tmp_path, "one", limit)
-    for seed in range(300):
-        store(root, kv.prompt_blocks(seed, 1)[0])
-    assert (tmp_path / "journal").stat().st_size < 8000
-    root.close()
-
-
-def test_journals_of_two_readers_agree(tmp_path: Path) -> None:
-    disk = PosixDisk(tmp_path)
-    one, two = Journal(disk, "one"), Journal(disk, "two")
-    assert one.read().is_broken
-    one.replace([Record(Kind.ASIDE, bytes=1)])
-    assert two.read().records == [Record(Kind.ASIDE, bytes=1)]
-    two.append([Record(Kind.GONE, "v1/a/b", b"h" * 32)])
-    assert one.read().records == [Record(Kind.GONE, "v1/a/b", b"h" * 32)]
-    one.append([Record(Kind.USED, "v1/a/b", b"h" * 32)])
-    tail = two.read()
-    assert (tail.records, tail.is_whole, tail.is_broken) == (
-        [Record(Kind.USED, "v1/a/b", b"h" * 32)],
-        False,
-        False,
-    )
-
-
 def test_two_processes_share_a_root_while_one_is_killed_again_and_again(tmp_path: Path) -> None:
     limit = 24 * FILE_BYTES + SLACK
     choose = random.Random(11)
@@ -393,7 +210,7 @@ def test_two_processes_share_a_root_while_one_is_killed_again_and_again(tmp_path
             time.sleep(0.002)
 
     def start(seed: int) -> subprocess.Popen[str]:
-        command = [sys.executable, str(_SCRIPT), str(tmp_path), str(seed), str(limit)]
+        command = [sys.executable, str(WRITER_SCRIPT), str(tmp_path), str(seed), str(limit)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     watcher = threading.Thread(target=watch)
