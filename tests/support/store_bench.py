@@ -231,17 +231,8 @@ async def opened(
         store = Store(parts)
         async with anyio.create_task_group() as group:
             group.start_soon(store.run, arrows[0][1], arrows[1][1], arrows[2][0])
-            bench = Bench(
-                store,
-                root,
-                layout,
-                arrows[0][0],
-                arrows[1][0],
-                arrows[2][1],
-                pools[0],
-                pools[1],
-                clock,
-            )
+            ends = (arrows[0][0], arrows[1][0], arrows[2][1])
+            bench = Bench(store, root, layout, *ends, *pools, clock)
             try:
                 yield bench
             finally:
