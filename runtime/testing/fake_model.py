@@ -62,6 +62,7 @@ class GroupCache:
         # mutable state, changed only in put
         self._rows = np.zeros((group.planes, group.kv_heads, slots, width), np.uint8)
         self._chunk: tuple[int, Bytes] = (0, self._rows[:, :, :0])
+        self._restored: dict[int, int] = {}  # plane → end of its restored rows
 
     def put(self, planes: slice, first: int, rows: Bytes) -> None:
         """Write rows of positions [first, first + tokens); a chunk stays whole for its blocks."""
@@ -71,6 +72,14 @@ class GroupCache:
         kept = min(tokens, self._ring) if self._ring else tokens
         slots = self._slots(first + tokens - kept, first + tokens)
         self._rows[planes, :, slots] = rows[:, :, tokens - kept :]
+
+    def restore(self, planes: slice, first: int, rows: Bytes) -> bool:
+        """Write restored rows; False if they do not continue those that were restored before."""
+        end = self._restored.get(planes.start, first if self._ring else 0)
+        for plane in range(planes.start, planes.stop):
+            self._restored[plane] = first + rows.shape[2]
+        self.put(planes, first, rows)
+        return first == end
 
     def seen(self, end: int) -> bytes:
         """Return what attention sees before position ``end``, in logical order."""
@@ -112,6 +121,8 @@ class FakeModel:
         self.steps = 0
         self.injected: Counter[str] = Counter()
         self.failed: set[int] = set()
+        self._hurt: set[int] = set()
+        self.most_caches = 0
         self.left_behind: tuple[int, ...] = ()
 
     def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
@@ -148,6 +159,7 @@ class FakeModel:
         digests = [
             b"" if one.sequence_id in failures else self._snapshot(one) for one in step.snapshots
         ]
+        self.most_caches = max(self.most_caches, len(self.caches))
         for sequence_id in failures:
             self._drop(sequence_id)
         chosen = tuple(one for one in sampled if one is not None)
@@ -161,6 +173,7 @@ class FakeModel:
         if not victims:
             return {}
         self.injected[f"{fault} failed"] += 1
+        self._hurt.add(victims[-1])
         if fault == "sequence":
             self.failed.add(victims[-1])
         return {victims[-1]: "planned"}
@@ -187,21 +200,21 @@ class FakeModel:
         rows = np.frombuffer(one.payload, np.uint8)
         rows = rows.reshape(one.planes, group.kv_heads, one.tokens, width)
         planes = slice(one.first_plane, one.first_plane + one.planes)
-        caches[one.group].put(planes, one.first_token, rows)
+        continues = caches[one.group].restore(planes, one.first_token, rows)
+        assert continues or one.sequence_id in self._hurt, "restored rows continue those before"
 
     def _prefill(self, chunk: PrefillChunk) -> Sampled | None:
         if chunk.first_token == 0:
             self._drop(chunk.sequence_id)
             self.caches[chunk.sequence_id] = self._new_caches(chunk.context_tokens)
-        state = chunk_state(
-            self._weights, chunk.first_token, self._seen(chunk.sequence_id, chunk.first_token)
-        )
+        end = chunk.first_token + len(chunk.token_ids) // 4
+        seen = self._seen(chunk.sequence_id, chunk.first_token)
+        state = chunk_state(self._weights, range(chunk.first_token, end), seen)
         rows = chunk_rows(self._shape, state, chunk.token_ids)
         self._put(chunk.sequence_id, chunk.first_token, rows)
         self._contexts[chunk.sequence_id] = (state, chunk.token_ids)
         if chunk.sample is None:
             return None
-        end = chunk.first_token + len(chunk.token_ids) // 4
         return self._sample(chunk.sequence_id, end, chunk.sample)
 
     def _decode(self, token: DecodeToken) -> Sampled:

@@ -1,7 +1,7 @@
 """What the fake model computes: rows and tokens as hashes of everything before them.  Pure.
 
-    state(chunk)  hash of the weights, the chunk's first position, and what attention sees there:
-                  all rows of the full groups, the last ``sliding_window`` of the sliding ones
+    state(chunk)  hash of the weights, the chunk's first position and length, and what attention
+                  sees there: all rows of the full groups, the last ``sliding_window`` of the others
     row(token)    hash of the chunk's state and of the chunk's ids up to the token; each plane has
                   its own slice of it
     next token    hash of what attention sees behind the token
@@ -57,9 +57,10 @@ class Shape:
         return mine.reshape(-1, group.planes, group.kv_heads, width).transpose(1, 2, 0, 3)
 
 
-def chunk_state(weights: bytes, first: int, seen: Sequence[bytes]) -> bytes:
-    """Hash what the first token of a chunk sees."""
-    state = hashlib.blake2b(weights + first.to_bytes(4, "little"), digest_size=16)
+def chunk_state(weights: bytes, positions: range, seen: Sequence[bytes]) -> bytes:
+    """Hash what the first token of a chunk sees, and the chunk's shape."""
+    shape = positions.start.to_bytes(4, "little") + len(positions).to_bytes(4, "little")
+    state = hashlib.blake2b(weights + shape, digest_size=16)
     for rows in seen:
         state.update(rows)
     return state.digest()
@@ -86,8 +87,9 @@ def reference_rows(shape: Shape, weights: bytes, prompt: Sequence[int]) -> bytes
     """Return the rows of a whole prompt, one whole row after another."""
     rows, packed, step = b"", pack_tokens(prompt), shape.layout.chunk_tokens
     for first in range(0, len(prompt), step):
-        state = chunk_state(weights, first, _visible(shape, rows))
-        rows += chunk_rows(shape, state, packed[4 * first : 4 * (first + step)])
+        positions = range(first, min(first + step, len(prompt)))
+        state = chunk_state(weights, positions, _visible(shape, rows))
+        rows += chunk_rows(shape, state, packed[4 * first : 4 * positions.stop])
     return rows
 
 
@@ -103,7 +105,8 @@ def reference_tokens(
     rows = reference_rows(shape, weights, prompt)
     first = (len(prompt) - 1) // shape.layout.chunk_tokens * shape.layout.chunk_tokens
     context = pack_tokens(prompt[first:])
-    state = chunk_state(weights, first, _visible(shape, rows[: first * shape.row_bytes]))
+    before = _visible(shape, rows[: first * shape.row_bytes])
+    state = chunk_state(weights, range(first, len(prompt)), before)
     while True:
         token_id = chosen_token(next_digest(_visible(shape, rows)), vocab)
         yield token_id

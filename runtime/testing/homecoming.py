@@ -25,6 +25,9 @@ def check_home(
     for house in houses:
         if not is_cut:
             _check_house(judge, house, is_hurt)
+        caches_max = process.limits.sequences_max + process.limits.restores_max
+        if house.runner.most_caches > caches_max:
+            raise judge.breach(f"V12: {house.runner.most_caches} live caches, at most {caches_max}")
     if root is not None:
         check_root(judge, root)
         if root.used_bytes < device.used_bytes and not is_hurt:

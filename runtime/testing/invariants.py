@@ -11,6 +11,9 @@
 (V8) A file that appears under a block's name is that block, whole, with the rows it should have.
 (V9) What the durability promises is there after a crash.
 (V10) A hit is never longer than what lies whole on the disk; in quiet times it is never shorter.
+(V11) A Cancel that was sent reaches the engine, and its request stops within a step.
+(V12) No more live caches exist than the limits allow.
+(V13) A block that is being read is not evicted: it is there unless somebody else took it.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ from millpond.codecs.messages import (
     Submit,
     ToEngine,
     ToGateway,
+    Tokens,
     ToStore,
 )
 from millpond.runtime.testing.oracle import Oracle
 from millpond.runtime.testing.sim_device import SimDevice
 
-BLOCK_FOLDER, QUARANTINE_FOLDER = "v1/", "quarantine/"
+BLOCK_FOLDER, BLOCK_SUFFIX, QUARANTINE_FOLDER = "v1/", ".safetensors", "quarantine/"
+LATE_TOKENS_MAX = 4  # sent while a Cancel was on its way: one step, and what the arrows held up
 
 
 class Violation(BaseException):
@@ -79,6 +84,15 @@ class DiskWatch:
                 if path.startswith(QUARANTINE_FOLDER):
                     raise self._breach(f"V6: {path} is read")
                 return
+            case "missing":
+                if path in self.written and path not in self._stray:
+                    raise self._breach(f"V13: {path} is gone while it is read")
+                return
+            case "hurt":
+                self._lead_astray(path)
+                return
+            case "write" if path.startswith(BLOCK_FOLDER) and path.endswith(BLOCK_SUFFIX):
+                self._see_published(path)
             case "rename":
                 self._see_rename(path, target)
             case "published":
@@ -171,6 +185,9 @@ class ArrowWatch:
         self.admitted: set[int] = set()
         self.withdrawn: set[int] = set()
         self.finished: Counter[int] = Counter()
+        self.cancelled: set[int] = set()
+        self.passed_on: set[int] = set()
+        self.late_tokens: Counter[int] = Counter()
 
     def see(self, arrow: str, data: bytes) -> None:
         """Look at one message, then pass it on."""
@@ -184,10 +201,16 @@ class ArrowWatch:
                 self.submitted[message.request_id] = message
             case Restore() | Admit():
                 self._see_admission(message)
-            case Cancel() if arrow == "admissions" and message.before_admit:
-                if message.request_id in self.admitted:
-                    raise self._breach(f"V3: request {message.request_id} is withdrawn after Admit")
-                self.withdrawn.add(message.request_id)
+            case Cancel() if arrow == "submissions":
+                self.cancelled.add(message.request_id)
+            case Cancel():
+                self._see_cancel(message)
+            case Tokens() if message.request_id in self.passed_on:
+                self.late_tokens[message.request_id] += 1
+                if self.late_tokens[message.request_id] > LATE_TOKENS_MAX:
+                    raise self._breach(
+                        f"V11: request {message.request_id} goes on after its Cancel"
+                    )
             case Finished():
                 self.finished[message.request_id] += 1
                 if self.finished[message.request_id] > 1:
@@ -200,6 +223,21 @@ class ArrowWatch:
         open_ids = sorted(set(self.submitted) - set(self.finished))
         if open_ids:
             raise self._breach(f"V2: requests {open_ids} never finished")
+        lost = sorted(self.cancelled - self.passed_on)
+        if lost:
+            raise self._breach(f"V11: the Cancel of requests {lost} never reached the engine")
+
+    def _see_late(self, request_id: int) -> None:
+        self.late_tokens[request_id] += 1
+        if self.late_tokens[request_id] > LATE_TOKENS_MAX:
+            raise self._breach(f"V11: request {request_id} goes on after its Cancel")
+
+    def _see_cancel(self, message: Cancel) -> None:
+        self.passed_on.add(message.request_id)
+        if message.before_admit:
+            if message.request_id in self.admitted:
+                raise self._breach(f"V3: request {message.request_id} is withdrawn after Admit")
+            self.withdrawn.add(message.request_id)
 
     def _see_admission(self, message: Restore | Admit) -> None:
         request_id = message.request_id

@@ -92,8 +92,9 @@ class Oracle:
 
     def learn(self, model: int, request: RequestPlan) -> None:
         """Work out the blocks that a request may write."""
-        chain = self.chain(model, request)
-        tokens, shape = self._layout.block_tokens, self._shape
+        tokens, shape, chunk = self._layout.block_tokens, self._shape, self._layout.chunk_tokens
+        whole = len(request.prompt) // chunk * chunk // tokens  # blocks of whole chunks only
+        chain = self.chain(model, request)[:whole]
         rows = self._rows_of(model, request.prompt)
         for group in self._layout.groups:
             parent = ""

@@ -185,12 +185,13 @@ class SimDevice:
     def _lose_bytes(self, file: File) -> None:
         kind = self.random.choice(("kept", "lost", "torn", "garbage"))
         content = bytes(file.content)
+        safe = len(file.durable) if content.startswith(file.durable) else 0
         if kind == "lost":
             content = file.durable
         elif kind == "torn":
-            content = content[: self.random.randrange(len(content) + 1)]
-        elif kind == "garbage" and content:
-            start = self.random.randrange(len(content))
+            content = content[: self.random.randrange(safe, len(content) + 1)]
+        elif kind == "garbage" and safe < len(content):
+            start = self.random.randrange(safe, len(content))
             end = min(len(content), start + self.random.choice((1, 16, 64, 512)))
             content = content[:start] + self.random.randbytes(end - start) + content[end:]
         if kind != "kept":

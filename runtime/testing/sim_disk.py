@@ -109,8 +109,10 @@ class SimDisk:
         """See ``Disk.read_into``."""
         self._see("read", path)
         kind = self._begin("read", path)
+        if path not in self.device.files and sum(map(len, buffers)) > 1:
+            self._see("missing", path)  # one byte only asks whether a file is there
         content = memoryview(self.device.file(path).content)[offset:].toreadonly()
-        if kind == "short" and len(content):
+        if kind == "short" and path.startswith("v1/") and len(content):
             content = content[: self.device.random.randrange(len(content))]
         done = 0
         for buffer in buffers:
@@ -275,6 +277,8 @@ class SimDisk:
             self._see(kind, victim)
         elif kind in ("slow", "stuck"):
             self.delay_s += SLOW_S if kind == "slow" else STUCK_S
+        if operation == "read" and kind in ("short", *ERRNOS):
+            self._see("hurt", path)
         self.injected[f"{kind} {operation}"] += 1
         if kind in ERRNOS and operation in ("scan", "read"):
             raise _os_error(kind, path)

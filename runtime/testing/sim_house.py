@@ -228,7 +228,7 @@ class SimProcess:
 
 def context_tokens(layout: KvLayout) -> int:
     """Return the context of the fake model: the longest prompt, and a completion that it cuts."""
-    return 6 * layout.block_tokens + 4
+    return 5 * layout.block_tokens + 8
 
 
 def _limits(world: WorldPlan, plan: ProcessPlan) -> Limits:

@@ -161,7 +161,7 @@ def _draw_request(draw: random.Random, prompts: _Prompts, houses: int) -> Reques
         start_s=draw.choice((0.0, 0.0, 0.01, 0.05)) * draw.random(),
         prompt=prompts.prompt(),
         salt=draw.choice(("", "", "", "tenant")),
-        max_tokens=draw.choice((1, 2, 2, 5)),
+        max_tokens=draw.choice((1, 2, 2, 2, 5, 12)),
         stop=(chr(34 + draw.randrange(VOCAB)),) if draw.random() < 0.1 else (),
         ignore_eos=draw.random() < 0.3,
         no_store=draw.random() < 0.05,
@@ -174,6 +174,8 @@ def _draw_request(draw: random.Random, prompts: _Prompts, houses: int) -> Reques
 def _draw_disk_fault(draw: random.Random) -> DiskFault:
     operation = draw.choice(("read", "read", "write", "write", "rename", "remove", "scan", "claim"))
     kinds: tuple[str, ...] = (*ERRNOS, "slow", "stuck", "rot", "rot", "vanish")
+    if operation in ("read", "scan"):
+        kinds = ("EIO", "EACCES", "EMFILE", "slow", "stuck", "rot", "rot", "vanish")
     if operation == "read":
         kinds += ("short", "rot", "rot", "vanish")
     elif operation in ("write", "rename", "remove"):
