@@ -21,6 +21,8 @@ import json
 import re
 from dataclasses import dataclass
 
+from millpond.codecs.descriptors import KvDType, LayerType
+from millpond.codecs.fingerprint import chain_hash
 from millpond.runtime.errors import BlockError
 from millpond.runtime.kv.layout import LayerGroup
 
@@ -31,6 +33,12 @@ ALIGNMENT = 64
 PEEK_BYTES = 768  # what is needed to tell whose block a file is
 _POSITION_DIGITS = 20
 _CHECKSUM_DIGITS = 32
+LAYERS_MAX = 4096
+HEADER_BYTES_MAX = 2**22
+GROUP_NAME = re.compile(
+    r"g(?P<index>[0-9]{1,4})-(?P<kind>full|sliding)-h(?P<heads>[0-9]{1,9})-d(?P<dim>[0-9]{1,9})"
+    r"-(?P<dtype>f32|f16|bf16)"
+)
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 _PEEK = re.compile(
     rb'\{"__metadata__":\{"format":"(?P<format>[^"\\]{1,64})",'
@@ -158,6 +166,50 @@ def peek(start: bytes) -> Peek:
         group=match["group"].decode(),
         fingerprint=bytes.fromhex(match["fingerprint"].decode()),
         guard=bytes.fromhex(match["guard"].decode()),
+    )
+
+
+def read_identity(header: bytes) -> tuple[BlockIdentity, bytes]:
+    """Return the identity and the payload checksum that a whole header gives, from its bytes alone.
+
+    Raises BlockError unless the header is canonical, and its name follows from parent and ids.
+    """
+    try:
+        metadata = json.loads(header[8:])["__metadata__"]
+        shape = json.loads(header[8:])["k"]["shape"]
+        block = BlockIdentity(
+            fingerprint=bytes.fromhex(metadata["fingerprint"]),
+            guard=bytes.fromhex(metadata["guard"]),
+            group=_group_of(metadata["group"], shape[0]),
+            block_tokens=shape[2],
+            first_token=int(metadata["first_token"]),
+            chain_hash=bytes.fromhex(metadata["chain_hash"]),
+            parent=bytes.fromhex(metadata["parent"]),
+            token_ids=base64.b64decode(metadata["token_ids"], validate=True),
+        )
+        is_whole = len(header) == block.header_bytes()
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
+        raise BlockError("header: found other bytes than a block's") from error
+    checksum = block.check_header(header) if is_whole else b""
+    if not checksum or len(block.token_ids) != 4 * block.block_tokens:
+        raise BlockError("header: found another length than its block's")
+    if chain_hash(block.fingerprint, block.parent, block.token_ids) != block.chain_hash:
+        raise BlockError("header: found a chain hash that does not follow from parent and ids")
+    return block, checksum
+
+
+def _group_of(name: str, layers: int) -> LayerGroup:
+    """Return a group of so many layers from its folder's name; which layers is not known."""
+    match = GROUP_NAME.fullmatch(name)
+    if match is None or not isinstance(layers, int) or not 0 < layers <= LAYERS_MAX:
+        raise ValueError(name)
+    return LayerGroup(
+        index=int(match["index"]),
+        layer_type=LayerType(match["kind"]),
+        kv_heads=int(match["heads"]),
+        head_dim=int(match["dim"]),
+        dtype=KvDType(match["dtype"]),
+        layers=tuple(range(layers)),
     )
 
 

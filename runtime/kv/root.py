@@ -173,6 +173,17 @@ class SpillRoot:
         except (SpillFailed, OSError) as error:
             self.turn_off(_reason(error), now)
 
+    def remove(self, block: Block) -> tuple[int, int]:
+        """Remove a block and what follows it; return the files and bytes removed; blocks.
+
+        Raises SpillFailed or OSError if a file stays.
+        """
+        with self._books.transaction() as records:
+            with self.guard:
+                gone = self.index.forget(block)
+            self._books.remove(gone, records)
+        return len(gone), sum(one.bytes for one in gone)
+
     def flush(self) -> None:
         """Write down what was used; blocks."""
         with contextlib.suppress(SpillFailed, OSError), self._books.transaction():
@@ -329,11 +340,15 @@ class SpillRoot:
         """Evict down to the budget, a new journal included; True iff the journal must be new."""
         books, unwritten = self._books, list[Record]()
         while True:
-            journal = JOURNAL_ENTRY_BYTES * (1 + self.index.count) if is_stale else 0
-            over = self.used_bytes + journal - books.bytes_max
-            if over <= 0 or not books.evict(min(over, EVICT_BYTES), unwritten):
+            over = self.used_bytes - books.bytes_max
+            if is_stale:  # a new one takes the old one's place
+                over += JOURNAL_ENTRY_BYTES * (1 + self.index.count) - books.journal.bytes
+            if over <= 0:
                 return is_stale
-            is_stale = True
+            if not is_stale:
+                is_stale = True  # a compact journal may be all that it takes
+            elif not books.evict(min(over, EVICT_BYTES), unwritten):
+                return True
 
 
 def open_spill_root(

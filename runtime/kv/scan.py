@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from millpond.runtime.errors import BlockError
 from millpond.runtime.kv.disk import JOURNAL, LOCK, WRITERS, Disk, DiskEntry
 from millpond.runtime.kv.files import QUARANTINE, writer_of
-from millpond.runtime.kv.header import PEEK_BYTES, SUFFIX, VERSION_FOLDER, Peek, peek
+from millpond.runtime.kv.header import GROUP_NAME, PEEK_BYTES, SUFFIX, VERSION_FOLDER, Peek, peek
 from millpond.runtime.kv.index import FoundBlock, PrefixIndex
 
 Progress = Callable[[int], None]
 DEPTH_MAX = 16  # folders below the root that are looked into
 PROGRESS_BLOCKS = 256
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
-_GROUP = re.compile(r"g[0-9]{1,4}-(?:full|sliding)-h[0-9]{1,9}-d[0-9]{1,9}-(?:f32|f16|bf16)")
 _BLOCK = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _PREFIX = re.compile(r"[0-9a-f]{2}")
 
@@ -132,7 +131,7 @@ def _is_block_folder(folder: str) -> bool:
     fields = folder.split("/")
     if len(fields) != 4 or fields[0] != VERSION_FOLDER:
         return False
-    shapes = (_NAMESPACE, _GROUP, _PREFIX)
+    shapes = (_NAMESPACE, GROUP_NAME, _PREFIX)
     return all(shape.fullmatch(part) for shape, part in zip(shapes, fields[1:], strict=True))
 
 
