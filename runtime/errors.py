@@ -4,12 +4,14 @@ MillpondError
 ├─ ConfigError            the configuration's fault: what was found, what was expected
 ├─ RequestError           the caller's fault: ends that request and names its id
 │  ├─ EmptyPrompt · ContextExceeded · InvalidParameter · QueueFull · RequestFailed
+│  ├─ UnknownModel · PoolBusy
 ├─ CodecError             the bytes' fault: quarantine, count, miss
 │  ├─ DescriptorError · GgufError · BlockError
 ├─ SpillError             the machine's fault: spilling latches off, serving goes on
 │  ├─ SpillFailed · SpillFull
 ├─ ModelError             a model that cannot load ends the start of its house
 │  ├─ ModelNotFound · ModelUnreadable · UnsupportedModel · TokenizerError · ChatTemplateError
+│  ├─ ModelUnavailable
 └─ EngineError            the pinned thread is gone: fails its pending requests, health is red
    ├─ EngineStalled · EngineDied · RuntimeClosed
 """
@@ -34,7 +36,9 @@ __all__ = [
     "MillpondError",
     "ModelError",
     "ModelNotFound",
+    "ModelUnavailable",
     "ModelUnreadable",
+    "PoolBusy",
     "QueueFull",
     "RequestError",
     "RequestFailed",
@@ -43,6 +47,7 @@ __all__ = [
     "SpillFailed",
     "SpillFull",
     "TokenizerError",
+    "UnknownModel",
     "UnsupportedModel",
 ]
 
@@ -76,6 +81,14 @@ class InvalidParameter(RequestError):
 
 class QueueFull(RequestError):
     """As many requests as the configuration admits are in the house already."""
+
+
+class UnknownModel(RequestError):
+    """No model of this name is served; the message lists those that are."""
+
+
+class PoolBusy(RequestError):
+    """No room for another model within the time that a request may wait for one."""
 
 
 class RequestFailed(RequestError):
@@ -123,6 +136,10 @@ class ModelUnreadable(ModelError):
 
 class UnsupportedModel(ModelError):
     """A valid GGUF that millpond cannot serve; the message says why and what is supported."""
+
+
+class ModelUnavailable(ModelError):
+    """A model of a pool that could not be loaded, or whose house ended; the message says why."""
 
 
 class TokenizerError(ModelError):

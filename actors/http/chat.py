@@ -1,0 +1,171 @@
+"""``POST /v1/chat/completions``: a chat, continued by one turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from millpond.actors.http import forms
+from millpond.actors.http.answering import Job, Services, answer
+from millpond.actors.http.bodies import ChatBody, parse
+from millpond.actors.http.chat_input import checked_tools, messages_for, wants_tools
+from millpond.actors.http.exchange import Exchange
+from millpond.actors.http.generation import Choice
+from millpond.actors.http.problems import invalid, unsupported
+from millpond.actors.http.record import RequestRecord
+from millpond.actors.http.sampling import sampling_of
+from millpond.actors.http.turns import Segment, TurnReader, knows_tools, regions_of
+from millpond.runtime.chat import ChatOptions
+from millpond.runtime.results import Completion, StreamedToken
+from millpond.runtime.served import Ask, ServedModel
+
+
+async def chat_completions(exchange: Exchange, services: Services) -> None:
+    """Answer; raises as ``answering.answer`` does."""
+    body = parse(await exchange.read_body(), ChatBody)
+    limit = services.settings.choices_max
+    if body.n > limit:
+        raise invalid("n", f"n: found {body.n}, expected at most {limit}")
+    _check_format(body.response_format)
+    tools = checked_tools(body.tools, services.settings.tools_max)
+    if not wants_tools(body.tool_choice):
+        tools = []
+
+    async def prepare(model: ServedModel) -> tuple[Sequence[Choice], ChatAnswer]:
+        if tools and not knows_tools(model.template):
+            raise unsupported("tools", "the chat template of this model has no tools")
+        ids = await model.encode_chat(
+            messages_for(model.template, body.messages),
+            ChatOptions(tools=tools, variables=body.chat_template_kwargs),
+        )
+        asks = [
+            Ask(
+                prompt=ids,
+                sampling=params,
+                salt=body.cache_salt,
+                no_store=body.no_store,
+                pin=body.pin,
+            )
+            for params in sampling_of(body, body.max_completion_tokens or model.context_tokens)
+        ]
+        choices = [Choice(index, ask, index == 0) for index, ask in enumerate(asks)]
+        head = forms.AnswerHead(
+            forms.new_id("chatcmpl"), "chat.completion", exchange.record.model, model.fingerprint
+        )
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        readers = [turn_reader(model, bool(tools)) for _ in choices]
+        return choices, ChatAnswer(head, with_usage, readers)
+
+    await answer(exchange, services, Job(body.model, body.stream, body.pin, prepare))
+
+
+def turn_reader(model: ServedModel, with_tools: bool) -> TurnReader:
+    """Return a reader of the model's turn."""
+    regions = regions_of(model.template, with_tools)
+    bare_json = with_tools and not any(one.kind == "call" for one in regions)
+    return TurnReader(regions, model.special_text, bare_json)
+
+
+def _check_format(found: dict[str, Any] | None) -> None:
+    if found is None:
+        return
+    kind = found.get("type")
+    if kind in ("json_object", "json_schema"):
+        raise unsupported("response_format")
+    if kind != "text":
+        raise invalid("response_format", "response_format.type: expected text")
+
+
+class ChatAnswer:
+    """The answer in OpenAI's form of chats."""
+
+    def __init__(
+        self, head: forms.AnswerHead, with_usage: bool, readers: Sequence[TurnReader]
+    ) -> None:
+        self._head, self._with_usage = head, with_usage
+        self._turns = [_Turn(reader) for reader in readers]
+
+    def token(self, choice: Choice, token: StreamedToken) -> bytes:
+        """Return the chunks of what a token made known, that of the role before the first."""
+        turn = self._turns[choice.index]
+        return self._opening(choice, turn) + b"".join(
+            self._chunk(choice, turn.take(segment)) for segment in turn.reader.push(token)
+        )
+
+    def done(self, choice: Choice, completion: Completion) -> bytes:
+        """Return the last chunks of a choice."""
+        turn = self._turns[choice.index]
+        data = self._opening(choice, turn) + b"".join(
+            self._chunk(choice, turn.take(segment)) for segment in turn.reader.finish()
+        )
+        turn.reason = completion.finish_reason
+        if turn.reader.calls and turn.reason == "stop":
+            turn.reason = "tool_calls"
+        return data + self._chunk(choice, {}, turn.reason)
+
+    def ending(self, record: RequestRecord) -> bytes:
+        """Return the end of the stream."""
+        last = forms.usage_chunk(self._head, record) if self._with_usage else b""
+        return last + forms.DONE
+
+    def whole(self, record: RequestRecord) -> bytes:
+        """Return the whole answer."""
+        choices = [
+            {
+                "index": index,
+                "message": turn.message(),
+                "logprobs": None,
+                "finish_reason": turn.reason,
+            }
+            for index, turn in enumerate(self._turns)
+        ]
+        return forms.whole(self._head, choices, record)
+
+    def _opening(self, choice: Choice, turn: _Turn) -> bytes:
+        if turn.opened:
+            return b""
+        turn.opened = True
+        return self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None = None) -> bytes:
+        found = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return forms.chunk(self._head, found, self._with_usage)
+
+
+class _Turn:
+    """One choice: what its reader gave so far."""
+
+    def __init__(self, reader: TurnReader) -> None:
+        self.reader = reader
+        # mutable state, changed only by ChatAnswer
+        self.opened = False
+        self.reason: str | None = None
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def take(self, segment: Segment) -> dict[str, Any]:
+        """Keep a segment; return it as a delta."""
+        if segment.kind == "content":
+            self._content.append(segment.text)
+            return {"content": segment.text}
+        if segment.kind == "reasoning":
+            self._reasoning.append(segment.text)
+            return {"reasoning_content": segment.text}
+        call = {
+            "id": forms.new_id("call"),
+            "type": "function",
+            "function": {"name": segment.name, "arguments": segment.text},
+        }
+        self._calls.append(call)
+        return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+
+    def message(self) -> dict[str, Any]:
+        """Return the whole turn."""
+        content = "".join(self._content)
+        found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._reasoning:
+            found["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            found |= {"content": content or None, "tool_calls": self._calls}
+        return found

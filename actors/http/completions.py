@@ -1,0 +1,104 @@
+"""``POST /v1/completions``: texts or token ids, continued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from millpond.actors.http import forms
+from millpond.actors.http.answering import Job, Services, answer
+from millpond.actors.http.bodies import CompletionBody, parse
+from millpond.actors.http.exchange import Exchange
+from millpond.actors.http.generation import Choice
+from millpond.actors.http.problems import invalid
+from millpond.actors.http.record import RequestRecord
+from millpond.actors.http.sampling import sampling_of
+from millpond.runtime.results import Completion, StreamedToken
+from millpond.runtime.served import Ask, ServedModel
+
+MAX_TOKENS_DEFAULT = 16
+"""Completion tokens where a request names no number, as OpenAI has it."""
+
+
+async def completions(exchange: Exchange, services: Services) -> None:
+    """Answer; raises as ``answering.answer`` does."""
+    body = parse(await exchange.read_body(), CompletionBody)
+    prompts = prompts_of(body.prompt)
+    count = len(prompts) * body.n
+    limit = services.settings.choices_max
+    if count > limit:
+        raise invalid("n", f"n: found {count} completions in all, expected at most {limit}")
+    sampling = sampling_of(body, MAX_TOKENS_DEFAULT)
+
+    async def prepare(model: ServedModel) -> tuple[Sequence[Choice], CompletionAnswer]:
+        choices = [
+            Choice(
+                index=place * body.n + number,
+                ask=Ask(
+                    prompt=prompt,
+                    sampling=params,
+                    salt=body.cache_salt,
+                    no_store=body.no_store,
+                    pin=body.pin,
+                ),
+                is_first=number == 0,
+            )
+            for place, prompt in enumerate(prompts)
+            for number, params in enumerate(sampling)
+        ]
+        head = forms.AnswerHead(
+            forms.new_id("cmpl"), "text_completion", exchange.record.model, model.fingerprint
+        )
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return choices, CompletionAnswer(head, with_usage)
+
+    await answer(exchange, services, Job(body.model, body.stream, body.pin, prepare))
+
+
+def prompts_of(found: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Return the prompts: texts, or lists of token ids.  Raises ApiError 400."""
+    if isinstance(found, str):
+        return [found]
+    if not found:
+        raise invalid("prompt", "prompt: found an empty list, expected at least one prompt")
+    ids = [one for one in found if isinstance(one, int)]
+    if len(ids) == len(found):
+        return [ids]
+    if ids:
+        raise invalid("prompt", "prompt: found token ids among other prompts")
+    return [one for one in found if not isinstance(one, int)]
+
+
+class CompletionAnswer:
+    """The answer in OpenAI's form of text completions."""
+
+    def __init__(self, head: forms.AnswerHead, with_usage: bool) -> None:
+        self._head, self._with_usage = head, with_usage
+        # mutable state, changed only in done
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def token(self, choice: Choice, token: StreamedToken) -> bytes:
+        """Return the chunk of a token that has text."""
+        if not token.text:
+            return b""
+        return forms.chunk(self._head, _choice(choice.index, token.text, None), self._with_usage)
+
+    def done(self, choice: Choice, completion: Completion) -> bytes:
+        """Return the last chunk of a choice."""
+        reason = completion.finish_reason
+        self._choices[choice.index] = _choice(choice.index, completion.text, reason)
+        return forms.chunk(self._head, _choice(choice.index, "", reason), self._with_usage)
+
+    def ending(self, record: RequestRecord) -> bytes:
+        """Return the end of the stream."""
+        last = forms.usage_chunk(self._head, record) if self._with_usage else b""
+        return last + forms.DONE
+
+    def whole(self, record: RequestRecord) -> bytes:
+        """Return the whole answer."""
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        return forms.whole(self._head, choices, record)
+
+
+def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

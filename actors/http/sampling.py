@@ -1,0 +1,91 @@
+"""What a request's fields ask of the engine.  Pure.
+
+Whether the engine can do it is read off ``SamplingParams``: a field that it gains is honoured here
+without a change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from millpond.actors.http.bodies import ChatBody, CompletionBody, TextBody
+from millpond.actors.http.problems import invalid, unsupported
+from millpond.codecs.messages import SamplingParams
+
+KNOWN = frozenset(SamplingParams.__struct_fields__)
+_NEUTRAL = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+}
+
+
+def sampling_of(body: TextBody, max_tokens: int) -> tuple[SamplingParams, ...]:
+    """Return how to choose tokens, once per choice; with a seed, each choice has its own.
+
+    max_tokens  completion tokens where the body names no number
+
+    Raises ApiError 400 naming the field.
+    """
+    fields: dict[str, Any] = {
+        "max_tokens": body.max_tokens or max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "ignore_eos": body.ignore_eos,
+        "stop": stops_of(body.stop),
+    }
+    for name, neutral in _NEUTRAL.items():
+        value = _bias_of(body) if name == "logit_bias" else getattr(body, name)
+        if value != neutral:
+            fields[name] = value
+    if (count := logprobs_of(body)) is not None:
+        fields["logprobs"] = count
+    for name in fields.keys() - KNOWN:
+        raise unsupported(name)
+    if body.seed is None:
+        return (checked_sampling(fields),) * body.n
+    seeds = [(body.seed + number) % 2**63 for number in range(body.n)]
+    return tuple(checked_sampling(fields | {"seed": seed}) for seed in seeds)
+
+
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Return stop strings as the engine takes them; an empty text or list asks for none."""
+    if not stop:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def logprobs_of(body: TextBody) -> int | None:
+    """Return how many alternatives a request wants beside each token, None if no probability."""
+    match body:
+        case CompletionBody():
+            return body.logprobs
+        case ChatBody() if body.logprobs:
+            return body.top_logprobs or 0
+        case ChatBody() if body.top_logprobs is not None:
+            raise invalid("top_logprobs", "top_logprobs: it needs logprobs to be true")
+        case _:
+            return None
+
+
+def _bias_of(body: TextBody) -> dict[int, float]:
+    found = {}
+    for key, value in body.logit_bias.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise invalid("logit_bias", f"logit_bias: found a key {key:.20}, expected a token id")
+        found[int(key)] = value
+    return found
+
+
+def checked_sampling(fields: dict[str, Any]) -> SamplingParams:
+    """Return the parameters; raises ApiError 400 naming the field."""
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        fault, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`").partition("[")[0] or "body"
+        raise invalid(name, f"{name}: {fault[:1].lower()}{fault[1:]}") from None
