@@ -49,6 +49,10 @@ def _run(options: Namespace, terminal: Terminal) -> int:
             from millpond.runtime.cli_generate import run as generate
 
             return generate(options, terminal)
+        case "chat":
+            from millpond.runtime.cli_chat import run as chat
+
+            return chat(options, terminal)
         case "inspect":
             from millpond.runtime.cli_inspect import run as inspect
 

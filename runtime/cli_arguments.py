@@ -29,6 +29,7 @@ _CONFIG_FIELDS = (
     "context_tokens",
     "durability",
     "blas_threads",
+    "chat_template",
 )
 _SAMPLING_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 _DESCRIPTION = "Run local language models whose KV cache survives restarts."
@@ -49,7 +50,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    for add in (_add_generate, _add_inspect, _add_tokenize, _add_cache):
+    for add in (_add_generate, _add_chat, _add_inspect, _add_tokenize, _add_cache):
         add(commands)
     return parser.parse_args(arguments)
 
@@ -104,7 +105,7 @@ _real.__name__ = "number"  # argparse says "invalid number value"
 Commands = argparse._SubParsersAction  # the only name that argparse has for it
 
 
-def _add_command(commands: Commands[_Parser], name: str, text: str) -> _Parser:
+def add_command(commands: Commands[_Parser], name: str, text: str) -> _Parser:
     """Add a command; the default of its flags is to be absent, so that structs keep theirs."""
     parser = commands.add_parser(
         name,
@@ -127,7 +128,7 @@ def _add_command(commands: Commands[_Parser], name: str, text: str) -> _Parser:
 
 
 def _add_generate(commands: Commands[_Parser]) -> None:
-    parser = _add_command(commands, "generate", "complete one prompt")
+    parser = add_command(commands, "generate", "complete one prompt")
     parser.set_defaults(backend="asyncio")
     parser.add_argument("--model", required=True, metavar="GGUF", help="model file")
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -136,13 +137,28 @@ def _add_generate(commands: Commands[_Parser]) -> None:
     prompt.add_argument(
         "--token-ids-file", metavar="FILE", help="a JSON list of token ids, taken verbatim"
     )
-    _add_sampling(parser)
-    _add_spilling(parser)
-    _add_numerics(parser)
+    add_sampling(parser)
+    add_spilling(parser)
+    add_numerics(parser)
     parser.add_argument("--backend", choices=("asyncio", "trio"), help="default asyncio")
 
 
-def _add_sampling(parser: _Parser) -> None:
+def _add_chat(commands: Commands[_Parser]) -> None:
+    parser = add_command(commands, "chat", "talk with a model, a line a message")
+    parser.set_defaults(backend="asyncio", system="")
+    parser.add_argument("--model", required=True, metavar="GGUF", help="model file")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja file instead of the model's own template"
+    )
+    add_sampling(parser)
+    add_spilling(parser)
+    add_numerics(parser)
+    parser.add_argument("--backend", choices=("asyncio", "trio"), help="default asyncio")
+
+
+def add_sampling(parser: _Parser) -> None:
+    """Add the flags that fill SamplingParams."""
     group = parser.add_argument_group("choosing tokens")
     group.add_argument("--max-tokens", type=int, metavar="N", help="completion tokens at most, 256")
     group.add_argument("--temperature", type=_real, metavar="T", help="0, the default, is greedy")
@@ -155,7 +171,8 @@ def _add_sampling(parser: _Parser) -> None:
     )
 
 
-def _add_spilling(parser: _Parser) -> None:
+def add_spilling(parser: _Parser) -> None:
+    """Add the flags of the spill root."""
     group = parser.add_argument_group("spilling")
     group.add_argument(
         "--spill-root", metavar="DIR", help="KV blocks; default $XDG_CACHE_HOME/millpond/spill"
@@ -174,7 +191,8 @@ def _add_spilling(parser: _Parser) -> None:
     group.add_argument("--reuse", choices=("exact",), help="exact: a hit changes no bit")
 
 
-def _add_numerics(parser: _Parser) -> None:
+def add_numerics(parser: _Parser) -> None:
+    """Add the flags of model and cache."""
     group = parser.add_argument_group("model and cache")
     _add_repo_and_kv(group)
     group.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a KV block, 256")
@@ -203,13 +221,13 @@ def model_of(options: Namespace) -> str:
 
 
 def _add_inspect(commands: Commands[_Parser]) -> None:
-    parser = _add_command(commands, "inspect", "show what a model file holds")
+    parser = add_command(commands, "inspect", "show what a model file holds")
     _add_model(parser)
     _add_repo_and_kv(parser)
 
 
 def _add_tokenize(commands: Commands[_Parser]) -> None:
-    parser = _add_command(commands, "tokenize", "turn text on stdin into ids")
+    parser = add_command(commands, "tokenize", "turn text on stdin into ids")
     parser.set_defaults(special=False, bos=False)
     _add_model(parser)
     parser.add_argument("--special", action="store_true", help="control tokens in the text count")
@@ -226,7 +244,7 @@ def _add_cache(commands: Commands[_Parser]) -> None:
     parsers = cache.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    parser = _add_command(parsers, "ls", "list what a spill root holds")
+    parser = add_command(parsers, "ls", "list what a spill root holds")
     parser.add_argument(
         "--spill-root", metavar="DIR", help="default $XDG_CACHE_HOME/millpond/spill"
     )

@@ -10,8 +10,16 @@ from anyio import TASK_STATUS_IGNORED, CancelScope, create_task_group, open_sign
 from anyio.abc import TaskStatus
 
 
-async def until_signalled(work: Callable[[], Awaitable[None]]) -> int:
+def _never(number: int) -> bool:
+    return False
+
+
+async def until_signalled(
+    work: Callable[[], Awaitable[None]], takes: Callable[[int], bool] = _never
+) -> int:
     """Run ``work``; return 0, or 128 + n if signal n cut it short.
+
+    takes  is asked about each signal first; a signal that it takes does nothing else
 
     A signal cancels the work, and this waits until it has unwound.  An error of the work is raised
     as it is, not in a group.
@@ -20,7 +28,7 @@ async def until_signalled(work: Callable[[], Awaitable[None]]) -> int:
     scope = CancelScope()
     try:
         async with create_task_group() as group:
-            await group.start(_watch, scope, caught)
+            await group.start(_watch, scope, caught, takes)
             with scope:
                 await work()
             group.cancel_scope.cancel()
@@ -32,12 +40,15 @@ async def until_signalled(work: Callable[[], Awaitable[None]]) -> int:
 async def _watch(
     scope: CancelScope,
     caught: list[int],
+    takes: Callable[[int], bool],
     *,
     task_status: TaskStatus[None] = TASK_STATUS_IGNORED,
 ) -> None:
     with open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
         task_status.started()
         async for number in received:
+            if takes(number):
+                continue
             if caught:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)

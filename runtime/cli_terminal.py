@@ -43,14 +43,18 @@ class Terminal:
     def say(self, line: str) -> None:
         """Write one line to stderr, unless the same line was written before."""
         shown = one_line(line)
-        if self._err is None or shown in self._said:
-            return
-        self._said.add(shown)
-        try:
-            self._err.write(shown.encode("utf-8", "replace").decode() + "\n")
-            self._err.flush()
-        except (OSError, ValueError):
-            self._err = None
+        if shown not in self._said:
+            self._said.add(shown)
+            self._write_note(shown + "\n")
+
+    def tell(self, line: str) -> None:
+        """Write one line to stderr, however often it was written before."""
+        self._write_note(one_line(line) + "\n")
+
+    def ask(self, text: str) -> None:
+        """Write the beginning of a line to stderr, where a person watches."""
+        if self.is_interactive:
+            self._write_note(text)
 
     def write_text(self, text: str) -> None:
         """Write text to stdout now; on a terminal what it would obey is shown instead.
@@ -99,6 +103,15 @@ class Terminal:
 
         with Console(stderr=True).status(Text(one_line(what))):
             yield
+
+    def _write_note(self, text: str) -> None:
+        if self._err is None:
+            return
+        try:
+            self._err.write(text.encode("utf-8", "replace").decode())
+            self._err.flush()
+        except (OSError, ValueError):
+            self._err = None
 
     def _silence(self) -> None:
         """What Python still holds for stdout is lost anyway: spare us its complaint at exit."""
