@@ -49,6 +49,10 @@ def _run(options: Namespace, terminal: Terminal) -> int:
             from millpond.runtime.cli_generate import run as generate
 
             return generate(options, terminal)
+        case "serve":
+            from millpond.runtime.cli_serve import run as serve
+
+            return serve(options, terminal)
         case "chat":
             from millpond.runtime.cli_chat import run as chat
 

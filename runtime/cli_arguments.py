@@ -50,7 +50,9 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    for add in (_add_generate, _add_chat, _add_inspect, _add_tokenize, _add_cache):
+    from millpond.runtime.cli_serve_flags import add_serve
+
+    for add in (_add_generate, _add_chat, add_serve, _add_inspect, _add_tokenize, _add_cache):
         add(commands)
     return parser.parse_args(arguments)
 
