@@ -44,7 +44,7 @@ _PEEK = re.compile(
     rb'\{"__metadata__":\{"format":"(?P<format>[^"\\]{1,64})",'
     rb'"chain_hash":"(?P<hash>[0-9a-f]{64})",'
     rb'"parent":"(?P<parent>[0-9a-f]{64})","first_token":"(?P<first>[0-9]{1,20})",'
-    rb'"group":"(?P<group>[^"\\]{1,64})","fingerprint":"(?P<fingerprint>[0-9a-f]{64})",'
+    rb'"group":"(?P<group>[0-9a-z-]{1,64})","fingerprint":"(?P<fingerprint>[0-9a-f]{64})",'
     rb'"guard":"(?P<guard>[0-9a-f]{64})",'
 )
 
