@@ -11,7 +11,7 @@ from millpond.codecs.fingerprint import NumericsIdentity
 from millpond.runtime.blas import Blas, preload
 from millpond.runtime.config import RuntimeConfig
 
-KERNEL_REVISION = 1  # counts changes of our forward pass and caches that change bits
+KERNEL_REVISION = 2  # counts changes of our forward pass and caches that change bits
 
 
 def numerics_identity(config: RuntimeConfig) -> NumericsIdentity:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -31,6 +32,8 @@ class Dense:
     weight: Array
 
     def __call__(self, x: Array) -> Array:
+        if x.shape[0] <= FEW_ROWS and _in_host_floats(x):
+            return few_rows_product(x, self.weight)
         return x @ self.weight.T
 
 
@@ -64,6 +67,44 @@ class Packed:
             group_size=self.group,
             bits=self.bits,
         )
+
+
+FEW_ROWS = 4  # tokens up to which a product is bound by reading the weights
+
+
+def few_rows_product(x: Array, weight: Array) -> Array:
+    """x · Wᵀ in small pieces of W, (n, in) and (out, in) → (n, out).
+
+    A BLAS packs its operands before a large product, which for few rows of x takes longer than
+    reading W once; its kernels for small matrices do not.
+    """
+    count, (width, inner) = x.shape[0], weight.shape
+    rows = _piece_rows(width, min(PIECE_VALUES, PIECE_PRODUCTS // count) // inner)
+    if rows in (0, width):
+        return x @ weight.T
+    whole = width // rows * rows
+    pieces = weight[:whole].reshape(-1, rows, inner).swapaxes(1, 2)
+    found = (x @ pieces).swapaxes(0, 1).reshape(count, whole)
+    if whole == width:
+        return found
+    return mx.concatenate([found, x @ weight[whole:].T], axis=1)
+
+
+PIECE_VALUES = 2**18  # weights in a piece: 1 MiB, half of a second-level cache
+PIECE_PRODUCTS = 9 * 10**5  # OpenBLAS takes its small kernels below 100³ multiplications
+FEWEST_ROWS = 16  # a piece with fewer is not worth its call
+
+
+@lru_cache
+def _piece_rows(width: int, most: int) -> int:
+    """Rows of a piece: the largest divisor of ``width`` up to ``most``, or ``most``; 0: no pieces.
+
+    The last is for widths without a fitting divisor, whose rest is a product of its own.
+    """
+    if most < FEWEST_ROWS:
+        return 0
+    fitting = [rows for rows in range(FEWEST_ROWS, most + 1) if width % rows == 0]
+    return fitting[-1] if fitting else min(most, width)
 
 
 Weights = Mapping[str, Any]  # Dense or Packed matrices, plain vectors
@@ -221,8 +262,11 @@ def silu_gated(gate_up: Array) -> Array:
 
 def _on_host(x: Array) -> bool:
     """True for a chunk in float32 on a CPU: there numpy is faster; one token is not worth it."""
-    on_cpu = mx.default_device() == mx.cpu
-    return bool(on_cpu and x.dtype == mx.float32 and x.shape[0] > 1)
+    return x.shape[0] > 1 and _in_host_floats(x)
+
+
+def _in_host_floats(x: Array) -> bool:
+    return bool(x.dtype == mx.float32 and mx.default_device() == mx.cpu)
 
 
 def soft_capped(logits: Array, cap: float) -> Array:
