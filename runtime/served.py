@@ -143,6 +143,9 @@ class ServedModel(Protocol):
     def special_text(self, token_id: int) -> str:
         """Return the name of a control token, ``""`` for any other."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token's text, for a control token its name."""
+
     def figures(self) -> ModelFigures:
         """Return what goes on."""
 
@@ -219,6 +222,10 @@ class RuntimeModel:
     def special_text(self, token_id: int) -> str:
         """Return the name of a control token, ``""`` for any other."""
         return self._special.get(token_id, "")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token's text, for a control token its name."""
+        return self._runtime.tokenizer.raw_piece(token_id)
 
     def figures(self) -> ModelFigures:
         """Return what goes on."""

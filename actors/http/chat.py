@@ -11,6 +11,7 @@ from millpond.actors.http.bodies import ChatBody, parse
 from millpond.actors.http.chat_input import checked_tools, messages_for, wants_tools
 from millpond.actors.http.exchange import Exchange
 from millpond.actors.http.generation import Choice
+from millpond.actors.http.logprobs import Logprobs
 from millpond.actors.http.problems import invalid, unsupported
 from millpond.actors.http.record import RequestRecord
 from millpond.actors.http.sampling import sampling_of
@@ -53,8 +54,8 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
             forms.new_id("chatcmpl"), "chat.completion", exchange.record.model, model.fingerprint
         )
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        readers = [turn_reader(model, bool(tools)) for _ in choices]
-        return choices, ChatAnswer(head, with_usage, readers)
+        turns = [Turn(turn_reader(model, bool(tools)), Logprobs(model)) for _ in choices]
+        return choices, ChatAnswer(head, with_usage, turns)
 
     await answer(exchange, services, Job(body.model, body.stream, body.pin, prepare))
 
@@ -79,29 +80,24 @@ def _check_format(found: dict[str, Any] | None) -> None:
 class ChatAnswer:
     """The answer in OpenAI's form of chats."""
 
-    def __init__(
-        self, head: forms.AnswerHead, with_usage: bool, readers: Sequence[TurnReader]
-    ) -> None:
-        self._head, self._with_usage = head, with_usage
-        self._turns = [_Turn(reader) for reader in readers]
+    def __init__(self, head: forms.AnswerHead, with_usage: bool, turns: Sequence[Turn]) -> None:
+        self._head, self._with_usage, self._turns = head, with_usage, turns
 
     def token(self, choice: Choice, token: StreamedToken) -> bytes:
         """Return the chunks of what a token made known, that of the role before the first."""
         turn = self._turns[choice.index]
-        return self._opening(choice, turn) + b"".join(
-            self._chunk(choice, turn.take(segment)) for segment in turn.reader.push(token)
-        )
+        turn.logprobs.add(token)
+        return self._opening(choice, turn) + self._segments(choice, turn, turn.reader.push(token))
 
     def done(self, choice: Choice, completion: Completion) -> bytes:
         """Return the last chunks of a choice."""
         turn = self._turns[choice.index]
-        data = self._opening(choice, turn) + b"".join(
-            self._chunk(choice, turn.take(segment)) for segment in turn.reader.finish()
-        )
+        data = self._opening(choice, turn)
+        data += self._segments(choice, turn, turn.reader.finish())
         turn.reason = completion.finish_reason
         if turn.reader.calls and turn.reason == "stop":
             turn.reason = "tool_calls"
-        return data + self._chunk(choice, {}, turn.reason)
+        return data + self._chunk(choice, {}, (turn.new_logprobs(), turn.reason))
 
     def ending(self, record: RequestRecord) -> bytes:
         """Return the end of the stream."""
@@ -114,31 +110,50 @@ class ChatAnswer:
             {
                 "index": index,
                 "message": turn.message(),
-                "logprobs": None,
+                "logprobs": turn.all_logprobs(),
                 "finish_reason": turn.reason,
             }
             for index, turn in enumerate(self._turns)
         ]
         return forms.whole(self._head, choices, record)
 
-    def _opening(self, choice: Choice, turn: _Turn) -> bytes:
+    def _opening(self, choice: Choice, turn: Turn) -> bytes:
         if turn.opened:
             return b""
         turn.opened = True
         return self._chunk(choice, {"role": "assistant", "content": ""})
 
-    def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        found = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _segments(self, choice: Choice, turn: Turn, segments: Sequence[Segment]) -> bytes:
+        """The log-probabilities of all tokens since go with the first chunk."""
+        chunks = []
+        for segment in segments:
+            delta = turn.take(segment)
+            chunks.append(self._chunk(choice, delta, (turn.new_logprobs(), None)))
+        return b"".join(chunks)
+
+    def _chunk(
+        self,
+        choice: Choice,
+        delta: dict[str, Any],
+        more: tuple[dict[str, Any] | None, str | None] = (None, None),
+    ) -> bytes:
+        found = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": more[0],
+            "finish_reason": more[1],
+        }
         return forms.chunk(self._head, found, self._with_usage)
 
 
-class _Turn:
-    """One choice: what its reader gave so far."""
+class Turn:
+    """One choice: what its reader gave so far, and the log-probabilities of its tokens."""
 
-    def __init__(self, reader: TurnReader) -> None:
-        self.reader = reader
+    def __init__(self, reader: TurnReader, logprobs: Logprobs) -> None:
+        self.reader, self.logprobs = reader, logprobs
         # mutable state, changed only by ChatAnswer
         self.opened = False
+        self._entries: list[Any] = []
         self.reason: str | None = None
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -159,6 +174,17 @@ class _Turn:
         }
         self._calls.append(call)
         return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+
+    def new_logprobs(self) -> dict[str, Any] | None:
+        """Return the log-probabilities that were not returned yet."""
+        found = self.logprobs.chat()
+        if found is not None:
+            self._entries += found["content"]
+        return found
+
+    def all_logprobs(self) -> dict[str, Any] | None:
+        """Return those of the whole turn."""
+        return {"content": self._entries, "refusal": None} if self._entries else None
 
     def message(self) -> dict[str, Any]:
         """Return the whole turn."""

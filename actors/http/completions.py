@@ -10,6 +10,7 @@ from millpond.actors.http.answering import Job, Services, answer
 from millpond.actors.http.bodies import CompletionBody, parse
 from millpond.actors.http.exchange import Exchange
 from millpond.actors.http.generation import Choice
+from millpond.actors.http.logprobs import Logprobs
 from millpond.actors.http.problems import invalid
 from millpond.actors.http.record import RequestRecord
 from millpond.actors.http.sampling import sampling_of
@@ -50,7 +51,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
             forms.new_id("cmpl"), "text_completion", exchange.record.model, model.fingerprint
         )
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return choices, CompletionAnswer(head, with_usage)
+        return choices, CompletionAnswer(head, with_usage, [Logprobs(model) for _ in choices])
 
     await answer(exchange, services, Job(body.model, body.stream, body.pin, prepare))
 
@@ -72,22 +73,34 @@ def prompts_of(found: str | list[str | int | list[int]]) -> list[str | list[int]
 class CompletionAnswer:
     """The answer in OpenAI's form of text completions."""
 
-    def __init__(self, head: forms.AnswerHead, with_usage: bool) -> None:
+    def __init__(
+        self, head: forms.AnswerHead, with_usage: bool, logprobs: Sequence[Logprobs]
+    ) -> None:
+        """Begin it; ``logprobs`` has one gatherer per choice."""
         self._head, self._with_usage = head, with_usage
-        # mutable state, changed only in done
+        # mutable state, changed only in token and done
+        self._new = list(logprobs)
         self._choices: dict[int, dict[str, Any]] = {}
+        self._gathered: dict[int, dict[str, list[Any]]] = {}
 
     def token(self, choice: Choice, token: StreamedToken) -> bytes:
-        """Return the chunk of a token that has text."""
-        if not token.text:
+        """Return the chunk of a token that has text or a log-probability."""
+        self._new[choice.index].add(token)
+        logprobs = self._logprobs(choice)
+        if not token.text and logprobs is None:
             return b""
-        return forms.chunk(self._head, _choice(choice.index, token.text, None), self._with_usage)
+        return self._chunk(choice, token.text, logprobs)
 
     def done(self, choice: Choice, completion: Completion) -> bytes:
         """Return the last chunk of a choice."""
         reason = completion.finish_reason
-        self._choices[choice.index] = _choice(choice.index, completion.text, reason)
-        return forms.chunk(self._head, _choice(choice.index, "", reason), self._with_usage)
+        self._choices[choice.index] = {
+            "index": choice.index,
+            "text": completion.text,
+            "logprobs": self._gathered.get(choice.index),
+            "finish_reason": reason,
+        }
+        return self._chunk(choice, "", None, reason)
 
     def ending(self, record: RequestRecord) -> bytes:
         """Return the end of the stream."""
@@ -99,6 +112,21 @@ class CompletionAnswer:
         choices = [self._choices[index] for index in sorted(self._choices)]
         return forms.whole(self._head, choices, record)
 
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        found = self._new[choice.index].completion()
+        if found is not None:
+            gathered = self._gathered.setdefault(choice.index, {name: [] for name in found})
+            for name, values in found.items():
+                gathered[name] += values
+        return found
 
-def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self, choice: Choice, text: str, logprobs: dict[str, Any] | None, reason: str | None = None
+    ) -> bytes:
+        found = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        return forms.chunk(self._head, found, self._with_usage)
