@@ -86,6 +86,7 @@ class Books:
     def make_room(self, size: int, records: list[Record]) -> None:
         """Evict until ``size`` bytes fit.  Raises SpillFull if they never will."""
         size += RECORDS_BYTES + USE_BYTES * len(self.uses)
+        self.remove_doomed()
         if self._lack(size) > 0:
             self._settle_intents(records)
         while (lack := self._lack(size)) > 0:
@@ -135,13 +136,18 @@ class Books:
         self.apply(Record(Kind.ASIDE, bytes=held), records)
         records.append(gone_record(block))
 
-    def remove_doomed(self) -> None:
-        """Try again to remove what could not be removed.  Raises OSError."""
-        for path in tuple(self.ledger.doomed):
-            with contextlib.suppress(FileNotFoundError):
-                self.disk.remove(path)
+    def discard(self, path: str, size: int) -> None:
+        """Remove a file that is in no index; one that stays counts until a later try (I2)."""
+        if not discard(self.disk, path):
             with self.guard:
-                self.ledger.doomed.pop(path, None)
+                self.ledger.doomed[path] = size
+
+    def remove_doomed(self) -> None:
+        """Try again to remove what could not be removed."""
+        for path, size in tuple(self.ledger.doomed.items()):
+            with self.guard:
+                del self.ledger.doomed[path]
+            self.discard(path, size)
 
     def rewrite(self) -> None:
         """Begin a new generation of the journal from the ledger."""
@@ -150,7 +156,11 @@ class Books:
             room = self.bytes_max - self.ledger.used_bytes
         if room < self.journal.bytes:
             discard(self.disk, JOURNAL)  # no room for two; a missing journal costs time only
-        self.journal.replace(records)
+        try:
+            self.journal.replace(records)
+        except OSError:
+            self.discard(self.journal.temporary, self.journal.temporary_bytes)
+            raise
         self._compacted_bytes = self.journal.bytes
         self._note_size()
 
@@ -205,9 +215,9 @@ class Books:
             for entry in self._listed(path.rpartition("/")[0]):
                 name = path.rpartition("/")[2]
                 if entry.startswith(f"{name}.{token}.") and entry.endswith(TEMP_SUFFIX):
-                    discard(self.disk, f"{path.rpartition('/')[0]}/{entry}")
+                    self.discard(f"{path.rpartition('/')[0]}/{entry}", intent.bytes)
             if self._exists(path) and self.ledger.find(intent) is None:
-                discard(self.disk, path)  # it got its name, and nobody knows of it
+                self.discard(path, intent.bytes)  # it got its name, and nobody knows of it
             self.apply(Record(Kind.RELEASE, token=token), records)
 
     def _listed(self, folder: str) -> list[str]:

@@ -95,32 +95,34 @@ class Draft:
 
 
 def prepare(disk: Disk, draft: Draft) -> None:
-    """Write the temporary (I1).  Raises SpillFailed; nothing is left behind then."""
+    """Write the temporary (I1).  Raises SpillFailed; the caller removes what may be there then."""
     header = draft.block.header(draft.digest)
     try:
         disk.write(draft.temporary, (header, *draft.parts), draft.sync)
     except OSError as error:
-        discard(disk, draft.temporary)
         raise SpillFailed("write", draft.temporary, error) from error
 
 
 def publish(disk: Disk, draft: Draft) -> None:
-    """Give the temporary its name.  Raises SpillFailed; nothing is left behind then.
+    """Give the temporary its name.
 
-    A rename may have taken effect and still report an error, that of syncing the folder.
+    Raises SpillFailed; the file may then be under either name, and the caller removes both.
     """
     try:
         disk.rename(draft.temporary, draft.block.path, draft.sync)
     except OSError as error:
-        discard(disk, draft.temporary)
-        discard(disk, draft.block.path)
         raise SpillFailed("rename", draft.temporary, error) from error
 
 
-def discard(disk: Disk, path: str) -> None:
-    """Remove a file if that is possible."""
-    with contextlib.suppress(OSError):
+def discard(disk: Disk, path: str) -> bool:
+    """Remove a file if that is possible; True iff there is none afterwards."""
+    try:
         disk.remove(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def read_block(disk: Disk, block: BlockIdentity, payload: memoryview) -> None:
@@ -224,6 +226,7 @@ def quarantine(disk: Disk, path: str, reason: str, detail: str, bytes_max: int) 
     except FileNotFoundError:
         discard(disk, stem + NOTE_SUFFIX)
     except OSError:
+        discard(disk, stem + NOTE_SUFFIX)
         disk.remove(path)
     return trim_quarantine(disk, bytes_max)
 

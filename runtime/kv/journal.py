@@ -35,7 +35,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from millpond.runtime.kv.disk import JOURNAL, Disk
-from millpond.runtime.kv.files import TEMP_SUFFIX, discard
+from millpond.runtime.kv.files import TEMP_SUFFIX
 
 MAGIC = b"millpond"
 HEAD_BYTES = 32
@@ -189,6 +189,7 @@ class Journal:
         self._generations = 0
         self._failed = False
         self.bytes = 0  # length of the leading whole records, all of them applied by us
+        self.temporary, self.temporary_bytes = "", 0
 
     def read(self) -> Tail:
         """Return what was appended since the last call; raises OSError as the system does."""
@@ -215,19 +216,19 @@ class Journal:
         self._failed = failed
 
     def replace(self, records: Iterable[Record]) -> None:
-        """Begin a new generation with these records (I4)."""
+        """Begin a new generation with these records (I4).
+
+        Raises OSError; the caller removes ``temporary`` then.
+        """
         self._generations += 1
         codec = JournalCodec()
         name = f"{self._token[:16]}.{self._generations}".encode()
         head = (MAGIC + name).ljust(HEAD_BYTES, b"\0")
         data = head + codec.encode(records)
-        temporary = f"{JOURNAL}.{self._token}.{self._generations}{TEMP_SUFFIX}"
-        try:
-            self._disk.write(temporary, (data,), False)
-            self._disk.rename(temporary, JOURNAL, False)
-        except OSError:
-            discard(self._disk, temporary)
-            raise
+        self.temporary = f"{JOURNAL}.{self._token}.{self._generations}{TEMP_SUFFIX}"
+        self.temporary_bytes = len(data)
+        self._disk.write(self.temporary, (data,), False)
+        self._disk.rename(self.temporary, JOURNAL, False)
         self._head, self._codec, self.bytes, self._failed = head, codec, len(data), False
 
     def _is_short(self) -> bool:

@@ -29,7 +29,6 @@ from millpond.runtime.kv.disk import Disk, PosixDisk
 from millpond.runtime.kv.files import (
     TEMP_SUFFIX,
     Draft,
-    discard,
     file_bytes,
     prepare,
     publish,
@@ -167,9 +166,12 @@ class SpillRoot:
             with self._books.transaction() as records:
                 with self.guard:
                     gone = self.index.forget(block)
-                if gone and verdict is not None:
-                    self._books.set_aside(gone.pop(), verdict, records)
-                self._books.remove(gone, records)
+                bad = gone.pop() if gone and verdict is not None else None
+                try:
+                    self._books.remove(gone, records)  # what follows goes first
+                finally:
+                    if bad is not None and verdict is not None:
+                        self._books.set_aside(bad, verdict, records)
         except (SpillFailed, OSError) as error:
             self.turn_off(_reason(error), now)
 
@@ -208,10 +210,10 @@ class SpillRoot:
         try:
             if not self.disk.is_attached():
                 self._reattach()
+            self.disk.claim_writer(self.options.token)
             self._probe()
-            self._books.remove_doomed()
             with self._books.transaction():
-                pass
+                self._books.remove_doomed()
         except (SpillFailed, OSError) as error:
             self.turn_off(_reason(error), now)
             return
@@ -254,7 +256,7 @@ class SpillRoot:
             with books.transaction() as records:
                 standing = self._standing(shelf, draft)
                 if standing is None:
-                    publish(self.disk, draft)
+                    self._publish(draft)
                     is_kept = True
                     books.apply(self._record(Kind.BLOCK, shelf, draft), records)
                     with self.guard:
@@ -264,8 +266,15 @@ class SpillRoot:
                 self._release(draft)
         return standing
 
+    def _publish(self, draft: Draft) -> None:
+        try:
+            publish(self.disk, draft)
+        except SpillFailed:  # the rename may have taken effect nevertheless
+            self._books.discard(draft.block.path, file_bytes(draft.block))
+            raise
+
     def _release(self, draft: Draft) -> None:
-        discard(self.disk, draft.temporary)
+        self._books.discard(draft.temporary, file_bytes(draft.block))
         release = Record(Kind.RELEASE, token=self.options.token)
         with contextlib.suppress(OSError, SpillFailed), self._books.transaction() as records:
             self._books.apply(release, records)
@@ -292,14 +301,18 @@ class SpillRoot:
             self.options.token,
         )
 
+    @property
+    def _probe_path(self) -> str:
+        return f"probe.{self.options.token}.0{TEMP_SUFFIX}"
+
     def _probe(self) -> None:
-        """Write and remove a small file, within the budget; raises OSError."""
-        path = f"probe.{self.options.token}.0{TEMP_SUFFIX}"
-        size = max(0, min(PROBE_BYTES, self.options.bytes_max - self.used_bytes))
+        """Write and remove a small file; raises OSError."""
+        with self.guard:
+            size = max(0, min(PROBE_BYTES, self.options.bytes_max - self.used_bytes))
         try:
-            self.disk.write(path, (bytes(size),), self.options.sync)
+            self.disk.write(self._probe_path, (bytes(size),), self.options.sync)
         finally:
-            discard(self.disk, path)
+            self._books.discard(self._probe_path, size)
 
     def _reattach(self) -> None:
         """Take the folder that stands at the root's path now."""
