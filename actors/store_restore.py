@@ -34,7 +34,7 @@ from millpond.runtime.kv.files import (
 from millpond.runtime.kv.header import BlockIdentity
 from millpond.runtime.kv.plan import NO_PLAN, Plan, Shelves, WantedBlock
 from millpond.runtime.kv.root import SpillRoot
-from millpond.runtime.staging import Lease
+from millpond.runtime.staging import Lease, SlotsLost
 from millpond.runtime.threads import Worker
 
 T = TypeVar("T")
@@ -208,10 +208,10 @@ class Restorer:
         lease = self._pool.try_lend(size) if self._pool.available() else None
         if lease is not None:
             return lease
-        figures = self._pool.statistics()
-        if figures.lost == figures.slots:
-            raise _Failure(wanted, "io_error", None)
-        return await self._pool.lend(size)
+        try:
+            return await self._pool.lend(size)
+        except SlotsLost as error:
+            raise _Failure(wanted, "io_error", None) from error
 
     async def _read(self, read: _Read) -> None:
         """Fill a slot with verified bytes."""

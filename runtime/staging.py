@@ -44,6 +44,10 @@ class StaleLease(AssertionError):
     """A slot was used under a lease that is not its current one: a programmer's error."""
 
 
+class SlotsLost(ValueError):
+    """No slot of a pool is left: stuck operations may still write to all of them."""
+
+
 class StagingPool:
     """Slots of one purpose; used on the event loop only, the buffers on any thread."""
 
@@ -65,7 +69,7 @@ class StagingPool:
     async def lend(self, size: int) -> Lease:
         """Lend a slot of ``size`` bytes, waiting until one is free.
 
-        Raises ValueError if no slot can hold that much or every slot was lost.
+        Raises ValueError if no slot can hold that much, SlotsLost if every slot was lost.
         """
         await checkpoint()
         while True:
@@ -73,7 +77,7 @@ class StagingPool:
             if lease is not None:
                 return lease
             if len(self._lost) == self.slots:
-                raise ValueError(f"staging pool {self.name}: every slot was lost")
+                raise SlotsLost(f"staging pool {self.name}: every slot was lost")
             await self._changed.wait()
 
     def try_lend(self, size: int) -> Lease | None:
