@@ -68,14 +68,11 @@ class DiskWatch:
         self._promised: dict[str, bytes] = {}
         self._stray: set[str] = set()  # blocks whose parents somebody else took or damaged
         self._most = bytes_max
+        self.alone = True  # no other process uses the root
 
     def process_starts(self) -> None:
         """A process finds the root as it is: from here on it only shrinks to the budget (V5)."""
         self._most = max(self._bytes_max, self._device.used_bytes)
-
-    def budget_changes(self, bytes_max: int) -> None:
-        """The next process has another budget."""
-        self._bytes_max = bytes_max
 
     def see(self, operation: str, path: str, target: str) -> None:
         """Look at one operation; ``SimDisk`` calls it."""
@@ -85,7 +82,7 @@ class DiskWatch:
                     raise self._breach(f"V6: {path} is read")
                 return
             case "missing":
-                if path in self.written and path not in self._stray:
+                if self.alone and path in self.written and path not in self._stray:
                     raise self._breach(f"V13: {path} is gone while it is read")
                 return
             case "hurt":

@@ -27,7 +27,7 @@ async def ask_again(world: World, process: SimProcess, plan: ProcessPlan) -> Non
             await _ask(world, process, client, house, request)
         for request in requests[:1]:
             await _ask(world, process, client, house, request)
-    check_home(world.judge, world.device, process, [house], 0.0)
+    check_home(world.judge, world.watch, process, [house], 0.0)
     process.root.close()
     process.disk.close()
 

@@ -68,6 +68,8 @@ def _smaller_process(process: ProcessPlan) -> Iterator[ProcessPlan]:
             yield _with(process, **{name: _without(faults, index)})
     if process.crash is not None:
         yield _with(process, crash=None)
+    if process.together:
+        yield _with(process, together=False)
     if process.abort_steps >= 0:
         yield _with(process, abort_steps=-1)
     if process.abort_place >= 0:

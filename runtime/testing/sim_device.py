@@ -61,7 +61,7 @@ class SimDevice:
         # mutable state, changed only in the methods below
         self.files: dict[str, File] = {}
         self.folders: dict[str, None] = {"": None}
-        self.used_bytes = 0
+        self.used_bytes = self.power_losses = 0
         self.writers: dict[str, object] = {}  # token → the process that lives
         self._durable: dict[str, File] = {}
         self._changes: list[NameChange] = []
@@ -169,7 +169,9 @@ class SimDevice:
         self.losses["vanish"] += 1
 
     def lose_power(self) -> None:
-        """Become what the device holds after a loss of power (I3)."""
+        """Become what the device holds after a loss of power (I3); every process is dead."""
+        self.power_losses += 1
+        self.writers.clear()
         for change in self._changes:
             if self.random.random() < 0.5:
                 self._settle(change)

@@ -16,48 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import msgspec
 from millpond.runtime.kv.disk import WRITERS, DiskEntry
 from millpond.runtime.testing.sim_device import SimDevice
+from millpond.runtime.testing.sim_faults import ERRNOS, CrashPoint, DiskFault, SimCrash
 
-ERRNOS = ("ENOSPC", "EIO", "EROFS", "EACCES", "EMFILE")
 SLOW_S, STUCK_S = 0.05, 10_000.0
 Watch = Callable[[str, str, str], None]
-
-
-class SimCrash(BaseException):
-    """The simulated process is dead: killed, or without power."""
-
-
-class DiskFault(msgspec.Struct, frozen=True, kw_only=True):
-    """One planned fault.
-
-    operation  scan, read, write, append, rename, remove or claim
-    nth        which call of that operation, from 0
-    times      how many calls in a row, from that one on
-    kind       ENOSPC, EIO, EROFS, EACCES, EMFILE: the call fails, perhaps half done;
-               late: the call does its work and fails with EIO; slow, stuck: it takes long;
-               short: a read returns too little; rot: a bit of some block flips before the call;
-               vanish: somebody else removes some block before the call
-    """
-
-    operation: str
-    nth: int
-    kind: str
-    times: int = 1
-
-
-class CrashPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the process dies.
-
-    operation  number of the operation within the process, from 0
-    effect     how much of it is done: none, half or all
-    power      the machine loses power, too
-    """
-
-    operation: int
-    effect: str = "half"
-    power: bool = False
 
 
 class SimDisk:
@@ -82,7 +46,8 @@ class SimDisk:
         }
         # mutable state, changed only by the operations
         self.operations = 0
-        self.crashed = False
+        self._powered = device.power_losses
+        self._killed = False
         self.delay_s = 0.0
         self.injected: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -92,6 +57,16 @@ class SimDisk:
     def __repr__(self) -> str:
         state = "crashed" if self.crashed else f"{self.operations} operations"
         return f"<SimDisk {state}, {self.device!r}>"
+
+    @property
+    def crashed(self) -> bool:
+        """True once the process is dead, by its own crash or by any loss of power."""
+        return self._killed or self.lost_power
+
+    @property
+    def lost_power(self) -> bool:
+        """True once the machine lost power while this process ran."""
+        return self._powered != self.device.power_losses
 
     def take_delay(self) -> float:
         """Return how long the operations since the last call took, in virtual seconds."""
@@ -186,7 +161,7 @@ class SimDisk:
         return self.device.capacity_bytes or 2**50
 
     def is_attached(self) -> bool:
-        """True while the root is what was opened."""
+        """The root is always what was opened."""
         return True
 
     def reattach(self) -> None:
@@ -236,7 +211,7 @@ class SimDisk:
 
     def kill(self, power: bool) -> None:
         """The process dies here, between two operations."""
-        self.crashed = True
+        self._killed = True
         self.injected["power loss" if power else "process crash"] += 1
         self.close()
         if power:

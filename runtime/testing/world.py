@@ -34,7 +34,8 @@ from millpond.runtime.testing.oracle import Oracle
 from millpond.runtime.testing.quiet_end import ask_again
 from millpond.runtime.testing.schedule import Probe, Probes, Spinning, run_seeded
 from millpond.runtime.testing.sim_device import SimDevice
-from millpond.runtime.testing.sim_disk import SimCrash, SimDisk
+from millpond.runtime.testing.sim_disk import SimDisk
+from millpond.runtime.testing.sim_faults import SimCrash
 from millpond.runtime.testing.sim_house import ActorFailed, SimHouse, SimProcess, context_tokens
 from millpond.runtime.testing.trace import Trace
 from millpond.runtime.testing.world_plan import ProcessPlan, RequestPlan, WorldPlan
@@ -73,10 +74,10 @@ def run_world(
     world = World(plan, lines)
     try:
         run_seeded(world.run, plan.seed, plan.backend, Probes(probe, world.look_at))
-    except (Violation, Spinning) as error:
-        world.result.violation = str(error) or "tasks keep each other running without end"
-    except BaseExceptionGroup as group:
-        world.result.violation = _story(group)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        world.result.violation = _story(error)
     return world.close()
 
 
@@ -102,8 +103,12 @@ class World:
     async def run(self) -> None:
         """Run every process, then the quiet end."""
         self._running = True
-        for number, process in enumerate(self._plan.processes):
-            await self._live(f"p{number}", process)
+        for together in _side_by_side(self._plan.processes):
+            self.watch.alone = len(together) == 1
+            async with create_task_group() as processes:
+                for name, process in together:
+                    processes.start_soon(self._live, name, process)
+        self.watch.alone = True
         await self._end_quietly()
 
     def close(self) -> WorldResult:
@@ -145,9 +150,8 @@ class World:
             self._abort = None
             self._count(process)
         if disk.crashed:
-            assert plan.crash is not None
             self.trace.event(name, f"is dead: {self.device!r}")
-            self.watch.after_crash(plan.crash.power, self._plan.durability)
+            self.watch.after_crash(disk.lost_power, self._plan.durability)
 
     async def _serve(self, process: SimProcess, plan: ProcessPlan) -> None:
         await process.open_root()
@@ -172,7 +176,7 @@ class World:
                 for client in clients:
                     client.is_closing = True
             took_s = current_time() - closing_s
-        check_home(self.judge, self.device, process, houses, took_s)
+        check_home(self.judge, self.watch, process, houses, took_s)
         if process.root is not None:
             process.root.close()
         process.disk.close()
@@ -211,7 +215,7 @@ class World:
                 raise leaf
             raise self.judge.breach(f"a process ended with {_story(leaf)}") from leaf
         if not disk.crashed:
-            if process.root is not None:
+            if process.root is not None and self.watch.alone:
                 check_root(self.judge, process.root)
             disk.close()
 
@@ -252,6 +256,18 @@ class World:
         return list(found.values())
 
 
+def _side_by_side(
+    processes: tuple[ProcessPlan, ...],
+) -> list[list[tuple[str, ProcessPlan]]]:
+    """Cut the processes into those that run at the same time."""
+    found: list[list[tuple[str, ProcessPlan]]] = []
+    for number, process in enumerate(processes):
+        if not found or not process.together:
+            found.append([])
+        found[-1].append((f"p{number}", process))
+    return found
+
+
 async def _wait_all(clients: list[Client], done: Event) -> None:
     for client in clients:
         await client.ended.wait()
@@ -267,8 +283,10 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _story(error: BaseException) -> str:
-    """Return an error's message and where it was raised."""
+    """Return an error's message and where it was raised; a violation speaks for itself."""
     found = next(_leaves(error))
+    if isinstance(found, Violation):
+        return str(found)
     frames = traceback.extract_tb(found.__traceback__)
     ours = [
         frame for frame in frames if "millpond" in frame.filename or "/actors/" in frame.filename

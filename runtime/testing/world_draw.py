@@ -7,7 +7,7 @@ import random
 import msgspec
 from millpond.runtime.testing.fake_model import ModelFault
 from millpond.runtime.testing.schedule import seeded_random
-from millpond.runtime.testing.sim_disk import ERRNOS, CrashPoint, DiskFault
+from millpond.runtime.testing.sim_faults import ERRNOS, CrashPoint, DiskFault
 from millpond.runtime.testing.workers import WorkerFault
 from millpond.runtime.testing.world_plan import (
     NEVER,
@@ -114,7 +114,8 @@ def _draw_process(draw: random.Random, prompts: _Prompts) -> ProcessPlan:
         ("none", "disk", "crash", "engine", "threads", "close", "abort", "place"),
         (10, 10, 8, 4, 3, 4, 2, 6),
     )
-    return msgspec.structs.replace(plan, **_draw_trouble(draw, kinds[0]))
+    together = draw.random() < 0.15
+    return msgspec.structs.replace(plan, together=together, **_draw_trouble(draw, kinds[0]))
 
 
 def _draw_trouble(draw: random.Random, kind: str) -> dict[str, object]:

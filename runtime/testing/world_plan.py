@@ -1,7 +1,7 @@
 """What happens in a simulated world, as plain data: printable, shrinkable.
 
-A world is one disk and the processes that use it, one after another.  Each opens the spill root,
-serves its requests in one house or two, and ends: closed, killed, or without power.
+A world is one disk and the processes that use it, one after another or side by side.  Each opens
+the spill root, serves its requests in one house or two, and ends: closed, killed, without power.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from millpond.codecs.descriptors import KvDType, LayerType
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
 from millpond.runtime.testing.fake_model import ModelFault
 from millpond.runtime.testing.schedule import Backend
-from millpond.runtime.testing.sim_disk import CrashPoint, DiskFault
+from millpond.runtime.testing.sim_faults import CrashPoint, DiskFault
 from millpond.runtime.testing.workers import WorkerFault
 
 VOCAB = 48  # ids; 0 ends a completion
@@ -73,6 +73,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One process.
 
+    together       it runs beside the process before it, on the same root
     models         weights of its houses, by number
     requests       what is asked
     close_s        close the houses at that time, whatever runs; -1: after the last request
@@ -84,6 +85,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     reader_faults, writer_faults, engine_faults  of the threads
     """
 
+    together: bool = False
     models: tuple[int, ...] = (0,)
     requests: tuple[RequestPlan, ...] = ()
     close_s: float = NEVER
