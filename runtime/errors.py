@@ -6,7 +6,7 @@ MillpondError
 │  ├─ EmptyPrompt · ContextExceeded · InvalidParameter · QueueFull · RequestFailed
 │  ├─ UnknownModel · PoolBusy
 ├─ CodecError             the bytes' fault: quarantine, count, miss
-│  ├─ DescriptorError · GgufError · BlockError
+│  ├─ DescriptorError · GgufError · BlockError · KvRangeError
 ├─ SpillError             the machine's fault: spilling latches off, serving goes on
 │  ├─ SpillFailed · SpillFull
 ├─ ModelError             a model that cannot load ends the start of its house
@@ -33,6 +33,7 @@ __all__ = [
     "EngineStalled",
     "GgufError",
     "InvalidParameter",
+    "KvRangeError",
     "MillpondError",
     "ModelError",
     "ModelNotFound",
@@ -104,6 +105,10 @@ class BlockError(CodecError):
     def __init__(self, message: str, reason: str = "corrupt") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class KvRangeError(CodecError):
+    """Positions that a dense cache does not hold, or has no room for."""
 
 
 class SpillError(MillpondError):
