@@ -198,7 +198,7 @@ class Books:
 
     def _note_size(self) -> None:
         with self.guard:
-            self.ledger.journal_bytes = self.journal.bytes
+            self.ledger.journal_bytes = self.journal.file_bytes
 
     def _lack(self, size: int) -> int:
         free = self.disk.free_bytes()

@@ -189,12 +189,14 @@ class Journal:
         self._generations = 0
         self._failed = False
         self.bytes = 0  # length of the leading whole records, all of them applied by us
+        self.file_bytes = 0  # length of the file, or more where it is broken
         self.temporary, self.temporary_bytes = "", 0
 
     def read(self) -> Tail:
         """Return what was appended since the last call; raises OSError as the system does."""
         head = self._read_head()
         if not head:
+            self.file_bytes = self._listed_bytes()
             return Tail([], False, True)
         is_whole = head != self._head
         if is_whole:
@@ -203,6 +205,7 @@ class Journal:
         data = self._read_from(self.bytes)
         is_short = not data and self._is_short()
         records, size = self._codec.decode(data)
+        self.file_bytes = self.bytes + len(data)
         self.bytes += size
         return Tail(records, is_whole, bool(size < len(data) or is_short or self._failed))
 
@@ -211,8 +214,10 @@ class Journal:
         failed, self._failed = self._failed, True
         data = self._codec.encode(records)
         if data:
+            self.file_bytes = max(self.file_bytes, self.bytes + len(data))
             self._disk.append(JOURNAL, self.bytes, data, False)
             self.bytes += len(data)
+            self.file_bytes = self.bytes
         self._failed = failed
 
     def replace(self, records: Iterable[Record]) -> None:
@@ -229,7 +234,12 @@ class Journal:
         self.temporary_bytes = len(data)
         self._disk.write(self.temporary, (data,), False)
         self._disk.rename(self.temporary, JOURNAL, False)
-        self._head, self._codec, self.bytes, self._failed = head, codec, len(data), False
+        self._head, self._codec, self._failed = head, codec, False
+        self.bytes = self.file_bytes = len(data)
+
+    def _listed_bytes(self) -> int:
+        """Length of a file that is no journal of ours."""
+        return sum(entry.bytes for entry in self._disk.scan("") if entry.name == JOURNAL)
 
     def _is_short(self) -> bool:
         """True iff the file ends before what we have applied."""

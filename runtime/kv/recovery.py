@@ -50,7 +50,7 @@ def recover(disk: Disk, journal: Journal, progress: Progress | None) -> Recovere
     orphans = _drop_missing(ledger, found)
     is_stale = is_stale or ledger.index.count < before or bool(found.blocks)
     orphans += _add_unknown(ledger, found.blocks)
-    ledger.journal_bytes = journal.bytes
+    ledger.journal_bytes = journal.file_bytes
     return Recovered(ledger, orphans, found.bad, is_stale)
 
 

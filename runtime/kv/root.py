@@ -355,7 +355,7 @@ class SpillRoot:
         while True:
             over = self.used_bytes - books.bytes_max
             if is_stale:  # a new one takes the old one's place
-                over += JOURNAL_ENTRY_BYTES * (1 + self.index.count) - books.journal.bytes
+                over += JOURNAL_ENTRY_BYTES * (1 + self.index.count) - books.journal.file_bytes
             if over <= 0:
                 return is_stale
             if not is_stale:
