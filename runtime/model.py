@@ -81,6 +81,7 @@ class Model:
             self._family = family(self._config, weights, self._compute)
         except KeyError as error:
             raise ModelUnreadable(f"tensor {error}: found none, expected one") from error
+        mx.clear_cache()  # nothing is queued: memory of what was joined goes back to the system
 
     def run(self, step: Step) -> StepResult:
         """See ``Runner.run``."""

@@ -1,9 +1,14 @@
-"""Staged rows to device tensors.  Pinned thread only."""
+"""Staged rows to device tensors.  Pinned thread only.
+
+Where host and device share memory (a CPU, Metal), rows are written straight into the tensor that
+the model keeps.  Elsewhere (CUDA) they go over in slices that are joined in the end.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +19,21 @@ from millpond.runtime.errors import ModelUnreadable
 from millpond.runtime.families.base import Dense, Packed
 from millpond.runtime.kv.cache import Array
 
-_PLAIN = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
-_VECTOR_DIMS = 1
+SLICE_BYTES = 4 * 2**20  # mx.array holds the interpreter lock while it copies: about 1 ms
+_STAGED: dict[str, Any] = {
+    "u32": np.uint32,
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": np.uint16,
+}
+_HELD: dict[str, Any] = {
+    "u32": mx.uint32,
+    "f32": mx.float32,
+    "f16": mx.float16,
+    "bf16": mx.bfloat16,
+}
+_PLAIN = ("f32", "f16", "bf16")
 _KEPT_IN_FLOAT32 = frozenset({"rope_freqs.weight"})
-
-
-@dataclass(slots=True)
-class _Open:
-    """A tensor whose rows still come.
-
-    parts  host arrays over all rows: the matrix, or packed words, scales and biases
-    """
-
-    tensor: Tensor
-    parts: list[np.ndarray[Any, Any]]
-    next_row: int = 0
 
 
 class TensorBuilder:
@@ -48,8 +53,10 @@ class TensorBuilder:
         """Copy rows; raises ModelUnreadable if they do not follow the ones before."""
         current = self._open
         if current is None:
-            current = self._open = _Open(tensor, _host_parts(tensor))
-        if tensor.name != current.tensor.name or tensor.first_row != current.next_row:
+            if tensor.name in self._done:
+                raise ModelUnreadable(f"tensor {tensor.name!r}: found twice, expected once")
+            current = self._open = self._opened(tensor)
+        if _differs(current.tensor, tensor) or tensor.first_row != current.next_row:
             raise ModelUnreadable(
                 f"tensor {tensor.name!r}: found rows from {tensor.first_row} on, expected "
                 f"{current.tensor.name!r} from {current.next_row}"
@@ -57,7 +64,7 @@ class TensorBuilder:
         _copy_rows(current, tensor, payload)
         current.next_row += tensor.rows
         if current.next_row == _rows_of(tensor.shape):
-            self._done[tensor.name] = self._to_device(current)
+            self._done[tensor.name] = _finished(current)
             self._open = None
 
     def finish(self) -> dict[str, Dense | Packed | Array]:
@@ -70,22 +77,134 @@ class TensorBuilder:
         done, self._done = self._done, {}
         return done
 
-    def _to_device(self, built: _Open) -> Dense | Packed | Array:
-        tensor = built.tensor
-        arrays = [mx.array(part) for part in built.parts]
-        built.parts.clear()
-        if tensor.encoding not in _PLAIN:
-            bits, group = _packing(tensor.encoding)
-            lead = tensor.shape[:-1]
-            shaped = [array.reshape(*lead, -1) for array in arrays]
-            mx.eval(shaped)
-            return Packed(shaped[0], shaped[1], shaped[2], bits, group)
-        found = arrays[0].view(mx.bfloat16) if tensor.encoding == "bf16" else arrays[0]
-        found = found.reshape(tensor.shape)
-        if tensor.name not in _KEPT_IN_FLOAT32:
-            found = found.astype(self._compute)
+    def _opened(self, tensor: Tensor) -> _Open:
+        rows, columns = _rows_of(tensor.shape), tensor.shape[-1]
+        if tensor.encoding in _PLAIN:
+            held = mx.float32 if tensor.name in _KEPT_IN_FLOAT32 else self._compute
+            return _Open(tensor, [_Matrix(tensor.encoding, (rows, columns), held)])
+        bits, group = _packing(tensor.encoding)
+        scales = tensor.scale_dtype
+        if scales not in _PLAIN:
+            raise ModelUnreadable(f"scale_dtype: found {scales!r}, expected f32, f16 or bf16")
+        words, groups = (rows, columns * bits // 32), (rows, columns // group)
+        return _Open(
+            tensor,
+            [
+                _Matrix("u32", words, mx.uint32),
+                _Matrix(scales, groups, _HELD[scales]),
+                _Matrix(scales, groups, _HELD[scales]),
+            ],
+        )
+
+
+class _Matrix:
+    """One device matrix: the values of a tensor, or its packed words, scales or biases.
+
+    encoding  of the rows that come
+    held      dtype on the device
+    """
+
+    def __init__(self, encoding: str, shape: tuple[int, int], held: Any) -> None:
+        self.staged, self.columns = np.dtype(_STAGED[encoding]), shape[1]
+        self._encoding, self._held = encoding, held
+        # mutable state, changed only in write and take
+        self._joined: list[Array] = []
+        self._whole: Array | None = None
+        self._view: Any = None
+        if mx.default_device() == mx.cpu or mx.metal.is_available():
+            self._whole = mx.zeros(shape, dtype=held)
+            mx.eval(self._whole)
+            self._view = _view(self._whole)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a staged row."""
+        return self.columns * int(self.staged.itemsize)
+
+    def write(self, first: int, rows: Any) -> None:
+        """Add staged rows (n, columns), which follow those that are there."""
+        if self._view is not None and self._held == _HELD[self._encoding]:
+            np.copyto(self._view[first : first + len(rows)], rows)
+            return
+        step = max(1, SLICE_BYTES // self.row_bytes)
+        for start in range(first, first + len(rows), step):
+            found = mx.array(rows[start - first : start - first + step])
+            if self._encoding == "bf16":
+                found = found.view(mx.bfloat16)
+            found = found.astype(self._held)
+            mx.eval(found)
+            if self._view is None:
+                self._joined.append(found)
+            else:
+                np.copyto(self._view[start : start + found.shape[0]], _view(found))
+
+    def take(self, shape: tuple[int, ...]) -> Array:
+        """Return the whole in another shape; nothing is written after that."""
+        whole = mx.concatenate(self._joined, axis=0) if self._whole is None else self._whole
+        found = whole.reshape(shape)
         mx.eval(found)
-        return found if len(tensor.shape) == _VECTOR_DIMS else Dense(found)
+        self._joined.clear()
+        self._whole = self._view = None
+        return found
+
+
+def _view(array: Array) -> Any:
+    """Return a writable numpy view of an evaluated array; of bfloat16 its bits."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A tensor whose rows still come.
+
+    parts  the matrix, or packed words, scales and biases
+    """
+
+    tensor: Tensor
+    parts: list[_Matrix]
+    next_row: int = 0
+
+
+def _finished(built: _Open) -> Dense | Packed | Array:
+    shape = built.tensor.shape
+    if len(built.parts) > 1:
+        words, scales, biases = (part.take((*shape[:-1], part.columns)) for part in built.parts)
+        return Packed(words, scales, biases, *_packing(built.tensor.encoding))
+    found = built.parts[0].take(shape)
+    return found if len(shape) == 1 else Dense(found)
+
+
+def _copy_rows(current: _Open, tensor: Tensor, payload: memoryview) -> None:
+    if tensor.first_row + tensor.rows > _rows_of(tensor.shape):
+        raise ModelUnreadable(
+            f"tensor {tensor.name!r}: found rows to {tensor.first_row + tensor.rows}, "
+            f"expected {_rows_of(tensor.shape)}"
+        )
+    expected = tensor.rows * sum(part.row_bytes for part in current.parts)
+    if expected != len(payload):
+        raise ModelUnreadable(
+            f"tensor {tensor.name!r}: found {len(payload)} bytes of rows, expected {expected}"
+        )
+    for part, piece in zip(current.parts, _pieces(current, tensor.rows, payload), strict=True):
+        rows = np.frombuffer(piece, dtype=part.staged).reshape(tensor.rows, part.columns)
+        part.write(tensor.first_row, rows)
+
+
+def _pieces(current: _Open, rows: int, payload: memoryview) -> Iterator[memoryview]:
+    start = 0
+    for part in current.parts:
+        size = rows * part.row_bytes
+        yield payload[start : start + size]
+        start += size
+
+
+def _differs(one: Tensor, other: Tensor) -> bool:
+    return (one.name, one.shape, one.encoding, one.scale_dtype) != (
+        other.name,
+        other.shape,
+        other.encoding,
+        other.scale_dtype,
+    )
 
 
 def _rows_of(shape: tuple[int, ...]) -> int:
@@ -97,29 +216,3 @@ def _packing(encoding: str) -> tuple[int, int]:
     if match is None:
         raise ModelUnreadable(f"encoding: found {encoding!r}, expected f32, f16, bf16 or q<b>g<g>")
     return int(match[1]), int(match[2])
-
-
-def _host_parts(tensor: Tensor) -> list[np.ndarray[Any, Any]]:
-    rows, columns = _rows_of(tensor.shape), tensor.shape[-1]
-    if tensor.encoding in _PLAIN:
-        return [np.empty((rows, columns), dtype=_PLAIN[tensor.encoding])]
-    bits, group = _packing(tensor.encoding)
-    scales = np.dtype(_PLAIN[tensor.scale_dtype or "f32"])
-    return [
-        np.empty((rows, columns * bits // 32), dtype=np.uint32),
-        np.empty((rows, columns // group), dtype=scales),
-        np.empty((rows, columns // group), dtype=scales),
-    ]
-
-
-def _copy_rows(current: _Open, tensor: Tensor, payload: memoryview) -> None:
-    start = 0
-    for part in current.parts:
-        size = tensor.rows * part.shape[1] * part.itemsize
-        rows = np.frombuffer(payload[start : start + size], dtype=part.dtype)
-        part[tensor.first_row : tensor.first_row + tensor.rows] = rows.reshape(tensor.rows, -1)
-        start += size
-    if start != len(payload):
-        raise ModelUnreadable(
-            f"tensor {tensor.name!r}: found {len(payload)} bytes of rows, expected {start}"
-        )

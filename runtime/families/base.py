@@ -5,7 +5,7 @@ Pinned thread only.  Shapes: hidden states (n, D); heads (1, heads, n, head_dim)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -107,23 +107,30 @@ def _piece_rows(width: int, most: int) -> int:
     return fitting[-1] if fitting else min(most, width)
 
 
-Weights = Mapping[str, Any]  # Dense or Packed matrices, plain vectors
+Weights = MutableMapping[str, Any]  # Dense or Packed matrices, plain vectors
 
 
 def stacked(weights: Weights, names: Sequence[str]) -> Linear:
     """Return one map whose outputs are those of the named ones in a row.
 
-    Falls back to separate products if the parts are held in different forms.
+    The parts are taken out of ``weights`` and joined at once, so that a model never lies in memory
+    twice.  Those held in different forms stay apart, as separate products.
     """
-    parts = [weights[name] for name in names]
+    parts = [weights.pop(name) for name in names]
+    if len(parts) == 1:
+        found: Linear = parts[0]
+        return found
     if all(isinstance(part, Dense) for part in parts):
-        return Dense(mx.concatenate([part.weight for part in parts], axis=0))
+        whole = mx.concatenate([part.weight for part in parts], axis=0)
+        mx.eval(whole)
+        return Dense(whole)
     packed = [part for part in parts if isinstance(part, Packed)]
     if len(packed) == len(parts) and len({part.bits for part in packed}) == 1:
         columns = [
             mx.concatenate([getattr(part, name) for part in packed], axis=0)
             for name in ("weight", "scales", "biases")
         ]
+        mx.eval(columns)
         return Packed(columns[0], columns[1], columns[2], packed[0].bits, packed[0].group)
     return _Beside(tuple(parts))
 

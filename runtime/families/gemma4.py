@@ -141,14 +141,16 @@ class Gemma4:
 
 def _layer(config: ModelConfig, index: int, weights: Weights) -> _Layer:
     prefix, shape = f"blk.{index}.", config.layers[index]
+    parts = ["q"]
+    if shape.kv_source == index:
+        parts += ["k", "v"] if f"{prefix}attn_v.weight" in weights else ["k"]
+    projections = stacked(weights, [f"{prefix}attn_{part}.weight" for part in parts])
+    gate_up = stacked(weights, [f"{prefix}ffn_{name}.weight" for name in ("gate", "up")])
     own = {
         name.removeprefix(prefix).removesuffix(".weight"): value
         for name, value in weights.items()
         if name.startswith(prefix)
     }
-    names = ["attn_q"]
-    if shape.kv_source == index:
-        names += ["attn_k", "attn_v"] if "attn_v" in own else ["attn_k"]
     per_layer = (
         _PerLayer(own["inp_gate"], own["proj"], own["post_norm"])
         if config.per_layer_input
@@ -156,10 +158,10 @@ def _layer(config: ModelConfig, index: int, weights: Weights) -> _Layer:
     )
     return _Layer(
         config=shape,
-        projections=stacked(weights, [f"{prefix}{name}.weight" for name in names]),
-        parts=len(names),
+        projections=projections,
+        parts=len(parts),
         weights=own,
-        gate_up=stacked(weights, [f"{prefix}ffn_{name}.weight" for name in ("gate", "up")]),
+        gate_up=gate_up,
         per_layer=per_layer,
         experts=load_experts(config, own) if config.experts else None,
     )
