@@ -65,7 +65,11 @@ def _run(options: Namespace, terminal: Terminal) -> int:
             from millpond.runtime.cli_tokenize import run as tokenize
 
             return tokenize(options, terminal)
-        case _:
+        case "ls":
             from millpond.runtime.cli_cache import run as cache
 
             return cache(options, terminal)
+        case _:
+            from millpond.runtime.cli_cache_care import run as care
+
+            return care(options, terminal)

@@ -236,17 +236,31 @@ def _add_tokenize(commands: Commands[_Parser]) -> None:
     parser.add_argument("--bos", action="store_true", help="begin with BOS as the model wants it")
 
 
+_CACHE_COMMANDS = {
+    "ls": "list what a spill root holds",
+    "verify": "read every block and set aside what is not whole",
+    "gc": "evict down to a budget and sweep what dead writers left",
+    "clear": "remove every byte of a spill root",
+    "export": "write a prefix to one file",
+    "import": "take the blocks of an exported prefix",
+}
+
+
 def _add_cache(commands: Commands[_Parser]) -> None:
+    from millpond.runtime.cli_cache_care import add_arguments as add_care_arguments
+
     cache = commands.add_parser(
         "cache",
-        help="look at a spill root",
-        description="Look at a spill root.",
+        help="look at a spill root and care for it",
+        description="Look at a spill root and care for it.",
         allow_abbrev=False,
     )
     parsers = cache.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    parser = add_command(parsers, "ls", "list what a spill root holds")
-    parser.add_argument(
-        "--spill-root", metavar="DIR", help="default $XDG_CACHE_HOME/millpond/spill"
-    )
+    for name, text in _CACHE_COMMANDS.items():
+        parser = add_command(parsers, name, text)
+        parser.add_argument(
+            "--spill-root", metavar="DIR", help="default $XDG_CACHE_HOME/millpond/spill"
+        )
+        add_care_arguments(name, parser)
