@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -232,10 +233,14 @@ class _Tasks:
         self._group.start_soon(_run_app, app, scope, take, send)
 
         async def put(message: dict[str, Any]) -> None:
-            try:
+            if message["type"] == "http.disconnect":
+                # said by the end of the parts: the application itself may be the one that tells,
+                # and would wait for ever for room behind a body that it does not read
+                give.close()
+                return
+            # an application may end without reading on
+            with suppress(BrokenResourceError, ClosedResourceError):
                 await give.send(message)
-            except (BrokenResourceError, ClosedResourceError):
-                give.close()  # the application ended without reading on
 
         return put
 
@@ -246,9 +251,15 @@ async def _run_app(
     take: MemoryObjectReceiveStream[dict[str, Any]],
     send: Callable[[Any], Awaitable[None]],
 ) -> None:
+    async def receive() -> dict[str, Any]:
+        try:
+            return await take.receive()
+        except EndOfStream:
+            return {"type": "http.disconnect"}
+
     try:
         with take:
-            await app(scope, take.receive, send)
+            await app(scope, receive, send)
     finally:
         with CancelScope(shield=True):
             await send(None)

@@ -106,7 +106,7 @@ class Front:
         if settings.api_key and exchange.record.path not in OPEN_PATHS:
             given = exchange.header(b"x-api-key") or exchange.header(b"authorization")
             given = given.removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), settings.api_key.encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), settings.api_key.encode()):
                 raise ApiError(401, "invalid_api_key", "found no valid API key")
         if exchange.record.path in OPEN_PATHS:
             return

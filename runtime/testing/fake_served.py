@@ -115,7 +115,7 @@ class FakeReading:
 
     def __init__(self, model: FakeServed, ids: Sequence[int], ask: Ask) -> None:
         self._model, self._ids, self._ask = model, ids, ask
-        self._left = model.completion_of(ids, ask)[: ask.sampling.max_tokens]
+        self._all = model.completion_of(ids, ask)[: ask.sampling.max_tokens]
         self._given: list[int] = []
         self._text = ""
         self.ended = False
@@ -133,9 +133,9 @@ class FakeReading:
                 await gate.wait()
         if model.error is not None:
             raise model.error
-        if not self._left:
+        if index == len(self._all):
             raise StopAsyncIteration
-        token_id = self._left.pop(0)
+        token_id = self._all[index]
         self._given.append(token_id)
         model.tokens_given += 1
         text = chr(token_id) if token_id < END else ""
