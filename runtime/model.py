@@ -9,8 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import xxhash
-from millpond.codecs.descriptors import LayerType
 from millpond.codecs.messages import Tensor
 from millpond.runtime.errors import ModelUnreadable, UnsupportedModel
 from millpond.runtime.families.base import Family, Weights
@@ -22,13 +20,13 @@ from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.cache import (
     Array,
     DecodePass,
-    LayerCache,
-    LinearCache,
+    LiveCaches,
     PrefillPass,
     RowError,
-    WindowCache,
+    live_caches,
 )
 from millpond.runtime.kv.layout import KvLayout
+from millpond.runtime.kv.planes import put_planes, take_planes
 from millpond.runtime.sampling import Draw, Sampler
 from millpond.runtime.steps import (
     DecodeToken,
@@ -40,6 +38,7 @@ from millpond.runtime.steps import (
     StepResult,
 )
 from millpond.runtime.weights import TensorBuilder
+from numpy.typing import NDArray
 
 _FAMILIES: dict[str, Callable[[ModelConfig, Weights, Any], Family]] = {
     "gemma3": Gemma3,
@@ -47,7 +46,7 @@ _FAMILIES: dict[str, Callable[[ModelConfig, Weights, Any], Family]] = {
     "llama": Llama,
 }
 # What MLX raises for a shape, a dtype or memory that it cannot serve.
-_DEVICE_ERRORS = (RowError, RuntimeError, ValueError)
+_DEVICE_ERRORS = (RowError, RuntimeError, ValueError, MemoryError)
 
 
 class Model:
@@ -57,11 +56,10 @@ class Model:
         self._identity, self._layout = identity, layout
         self._config = identity.config
         self._compute = getattr(mx, identity.numerics.compute_dtype)
-        self._kv_dtype = identity.descriptor.kv_dtype.to_mlx_dtype()
         # mutable state, changed only in the methods of Runner
         self._builder = TensorBuilder(self._compute)
         self._family: Family | None = None
-        self._caches: dict[int, dict[int, LayerCache]] = {}
+        self._caches: dict[int, LiveCaches] = {}
         self._sampler = Sampler(self._config.suppress_tokens)
 
     def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
@@ -89,7 +87,8 @@ class Model:
         for sequence_id in step.frees:
             self._drop(sequence_id)
         clock = [time.perf_counter()]
-        self._restore(step.restores, failures)
+        for one in step.restores:
+            self._restore(one, failures)
         clock.append(time.perf_counter())
         sampled = [self._prefill(chunk, failures) for chunk in step.prefills]
         clock.append(time.perf_counter())
@@ -124,18 +123,7 @@ class Model:
         self._drop(sequence_id)
         failures.setdefault(sequence_id, f"{type(error).__name__}: {error}")
 
-    def _new_caches(self) -> dict[int, LayerCache]:
-        caches: dict[int, LayerCache] = {}
-        for group in self._layout.groups:
-            for layer in group.layers:
-                shape = (group.kv_heads, group.head_dim, self._kv_dtype)
-                if group.layer_type is LayerType.FULL:
-                    caches[layer] = LinearCache(*shape)
-                else:
-                    caches[layer] = WindowCache(self._config.sliding_window, *shape)
-        return caches
-
-    def _cache_of(self, sequence_id: int, length: int) -> dict[int, LayerCache]:
+    def _cache_of(self, sequence_id: int, length: int) -> LiveCaches:
         """Return the sequence's caches if every layer holds exactly ``length`` tokens."""
         caches = self._caches.get(sequence_id)
         if caches is None:
@@ -147,51 +135,28 @@ class Model:
 
     # -- the parts of a step
 
-    def _restore(self, restores: tuple[RestorePlanes, ...], failures: dict[int, str]) -> None:
-        touched: dict[int, list[Array]] = {}
-        for one in restores:
-            if one.starts_over:
-                self._drop(one.sequence_id)
-                failures.pop(one.sequence_id, None)
-            if one.sequence_id in failures:
-                continue
-            try:
-                caches = self._caches.setdefault(one.sequence_id, self._new_caches())
-                self._put(one, caches)
-            except _DEVICE_ERRORS as error:
-                self._fail(one.sequence_id, error, failures)
-                continue
-            touched[one.sequence_id] = [a for cache in caches.values() for a in cache.arrays()]
-        for sequence_id, arrays in touched.items():
-            if sequence_id in self._caches:
-                mx.eval(arrays)
-
-    def _put(self, one: RestorePlanes, caches: dict[int, LayerCache]) -> None:
-        group = self._layout.groups[one.group]
-        shape = (one.planes, group.kv_heads, one.tokens, group.head_dim)
-        raw = np.frombuffer(one.payload, dtype=np.uint16 if self._is_half else np.float32)
-        planes = raw.reshape(shape)
-        count = len(group.layers)
-        for index in range(one.planes):
-            plane = one.first_plane + index
-            rows = mx.array(planes[index])
-            if self._is_half:
-                rows = rows.view(self._kv_dtype)
-            caches[group.layers[plane % count]].put(plane // count, one.first_token, rows)
-
-    @property
-    def _is_half(self) -> bool:
-        return self._identity.descriptor.kv_dtype.elem_bytes == 2
+    def _restore(self, one: RestorePlanes, failures: dict[int, str]) -> None:
+        if one.starts_over:
+            self._drop(one.sequence_id)
+            failures.pop(one.sequence_id, None)
+        if one.sequence_id in failures:
+            return
+        try:
+            if one.sequence_id not in self._caches:
+                self._caches[one.sequence_id] = live_caches(self._layout, one.context_tokens)
+            mx.eval(put_planes(self._layout, one, self._caches[one.sequence_id]))
+        except _DEVICE_ERRORS as error:
+            self._fail(one.sequence_id, error, failures)
 
     def _prefill(self, chunk: PrefillChunk, failures: dict[int, str]) -> Sampled | None:
         if chunk.sequence_id in failures:
             return None
         try:
+            ids = self._ids(np.frombuffer(chunk.token_ids, dtype="<u4"))
             if chunk.first_token == 0:
                 self._drop(chunk.sequence_id)
-                self._caches[chunk.sequence_id] = self._new_caches()
+                self._caches[chunk.sequence_id] = live_caches(self._layout, chunk.context_tokens)
             caches = self._cache_of(chunk.sequence_id, chunk.first_token)
-            ids = mx.array(np.frombuffer(chunk.token_ids, dtype="<u4"))
             hidden = self._ready.forward(ids, PrefillPass(caches), chunk.first_token)
             arrays = [a for cache in caches.values() for a in cache.arrays()]
             if chunk.sample is None:
@@ -207,8 +172,8 @@ class Model:
         if token.sequence_id in failures:
             return None
         try:
+            ids = self._ids(np.array([token.token_id], dtype=np.int64))
             caches = self._cache_of(token.sequence_id, token.position)
-            ids = mx.array([token.token_id], dtype=mx.uint32)
             hidden = self._ready.forward(ids, DecodePass(caches), token.position)
             arrays = [a for cache in caches.values() for a in cache.arrays()]
             draw = Draw(token.sequence_id, token.sample, token.step)
@@ -216,6 +181,27 @@ class Model:
         except _DEVICE_ERRORS as error:
             self._fail(token.sequence_id, error, failures)
             return None
+
+    def _snapshot(self, one: SnapshotPlanes, failures: dict[int, str]) -> bytes:
+        """Return the xxh3-128 of the planes that were copied out, empty if the sequence failed."""
+        if one.sequence_id in failures:
+            return b""
+        try:
+            caches = self._caches.get(one.sequence_id)
+            if caches is None:
+                raise RowError("found no live cache, expected one with a whole block")
+            return take_planes(self._layout, one, caches)
+        except _DEVICE_ERRORS as error:
+            self._fail(one.sequence_id, error, failures)
+            return b""
+
+    def _ids(self, ids: NDArray[Any]) -> Array:
+        """Return token ids on the device; a lookup there checks nothing."""
+        vocab = self._config.vocab
+        if not ids.size or ids.min() < 0 or ids.max() >= vocab:
+            found = f"{ids.min()} to {ids.max()}" if ids.size else "none"
+            raise RowError(f"token ids: found {found}, expected some from 0 to {vocab - 1}")
+        return mx.array(ids.astype(np.uint32))
 
     @property
     def _ready(self) -> Family:
@@ -225,31 +211,3 @@ class Model:
 
     def _sample(self, draw: Draw, hidden: Array, arrays: list[Array]) -> Sampled:
         return self._sampler.sample(draw, self._ready.logits(hidden)[0], arrays)
-
-    def _snapshot(self, one: SnapshotPlanes, failures: dict[int, str]) -> bytes:
-        """Copy planes out; returns the payload's xxh3-128, empty if the sequence failed."""
-        if one.sequence_id in failures:
-            return b""
-        try:
-            caches = self._caches[one.sequence_id]
-            group = self._layout.groups[one.group]
-            count = len(group.layers)
-            planes = [
-                caches[group.layers[plane % count]].take(
-                    plane // count, one.first_token, one.tokens
-                )
-                for plane in range(one.first_plane, one.first_plane + one.planes)
-            ]
-            if self._is_half:
-                planes = [plane.view(mx.uint16) for plane in planes]
-            mx.eval(planes)
-        except (KeyError, *_DEVICE_ERRORS) as error:
-            self._fail(one.sequence_id, error, failures)
-            return b""
-        shape = (one.planes, *planes[0].shape)
-        target: Any = np.frombuffer(
-            one.payload, dtype=np.uint16 if self._is_half else np.float32
-        ).reshape(shape)
-        for index, plane in enumerate(planes):
-            np.copyto(target[index], np.array(plane, copy=False))
-        return xxhash.xxh3_128_digest(one.payload)

@@ -17,13 +17,13 @@ import numpy as np
 from millpond.codecs.messages import Tensor
 from millpond.runtime.errors import ModelUnreadable
 from millpond.runtime.families.base import Dense, Packed
+from millpond.runtime.host_memory import SLICE_BYTES, host_view, is_shared
 from millpond.runtime.kv.cache import Array
 
-SLICE_BYTES = 4 * 2**20  # mx.array holds the interpreter lock while it copies: about 1 ms
 _STAGED: dict[str, Any] = {
     "u32": np.uint32,
     "f32": np.float32,
-    "f16": np.float16,
+    "f16": np.uint16,
     "bf16": np.uint16,
 }
 _HELD: dict[str, Any] = {
@@ -111,10 +111,10 @@ class _Matrix:
         self._joined: list[Array] = []
         self._whole: Array | None = None
         self._view: Any = None
-        if mx.default_device() == mx.cpu or mx.metal.is_available():
+        if is_shared():
             self._whole = mx.zeros(shape, dtype=held)
             mx.eval(self._whole)
-            self._view = _view(self._whole)
+            self._view = host_view(self._whole)
 
     @property
     def row_bytes(self) -> int:
@@ -129,14 +129,12 @@ class _Matrix:
         step = max(1, SLICE_BYTES // self.row_bytes)
         for start in range(first, first + len(rows), step):
             found = mx.array(rows[start - first : start - first + step])
-            if self._encoding == "bf16":
-                found = found.view(mx.bfloat16)
-            found = found.astype(self._held)
+            found = found.view(_HELD[self._encoding]).astype(self._held)
             mx.eval(found)
             if self._view is None:
                 self._joined.append(found)
             else:
-                np.copyto(self._view[start : start + found.shape[0]], _view(found))
+                np.copyto(self._view[start : start + found.shape[0]], host_view(found))
 
     def take(self, shape: tuple[int, ...]) -> Array:
         """Return the whole in another shape; nothing is written after that."""
@@ -146,11 +144,6 @@ class _Matrix:
         self._joined.clear()
         self._whole = self._view = None
         return found
-
-
-def _view(array: Array) -> Any:
-    """Return a writable numpy view of an evaluated array; of bfloat16 its bits."""
-    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
 
 @dataclass(slots=True)

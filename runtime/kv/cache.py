@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
+from millpond.runtime.kv.layout import KvLayout
 
 Array = Any  # mlx.core.array; MLX ships no usable stubs for it
 KEYS, VALUES = 0, 1  # which of the two an operation is about
-GROWTH_TOKENS = 1024  # a linear buffer grows in such steps: few copies, little waste
+FIRST_TOKENS = 1024  # a linear buffer begins with these and doubles: few copies, bounded waste
 
 
 class RowError(Exception):
@@ -42,6 +43,19 @@ class Rows:
     first: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What one token's K, and its V, of a layer look like."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: Any
+
+    def zeros(self, tokens: int) -> Array:
+        """Return empty rows, (1, kv_heads, tokens, head_dim)."""
+        return mx.zeros((1, self.kv_heads, tokens, self.head_dim), dtype=self.dtype)
+
+
 class LayerCache(Protocol):
     """The cache of one layer that owns K and V."""
 
@@ -56,7 +70,7 @@ class LayerCache(Protocol):
         """Add the rows of one token and return what its query attends to."""
 
     def take(self, which: int, first: int, tokens: int) -> Array:
-        """Return rows ``[first, first + tokens)``, (kv_heads, tokens, head_dim), contiguous."""
+        """Return rows ``[first, first + tokens)``, (kv_heads, tokens, head_dim), not evaluated."""
 
     def put(self, which: int, first: int, rows: Array) -> None:
         """Add restored rows (kv_heads, tokens, head_dim) behind those that are there."""
@@ -66,10 +80,13 @@ class LayerCache(Protocol):
 
 
 class LinearCache:
-    """All rows of a full-attention layer in one buffer that grows; lengths of K and V apart."""
+    """All rows of a full-attention layer in one buffer that grows; lengths of K and V apart.
 
-    def __init__(self, kv_heads: int, head_dim: int, dtype: Any) -> None:
-        self._shape, self._dtype = (kv_heads, head_dim), dtype
+    tokens_max  beyond this the buffer grows by what is asked for alone
+    """
+
+    def __init__(self, shape: RowShape, tokens_max: int) -> None:
+        self._shape, self._tokens_max = shape, tokens_max
         # mutable state, changed only in _write
         self._buffers: list[Array | None] = [None, None]
         self._lengths = [0, 0]
@@ -79,8 +96,8 @@ class LinearCache:
         return min(self._lengths)
 
     def prefill(self, keys: Array, values: Array) -> Rows:
-        self._write(0, self._lengths[0], keys.astype(self._dtype))
-        self._write(1, self._lengths[1], values.astype(self._dtype))
+        self._write(KEYS, self._lengths[KEYS], keys.astype(self._shape.dtype))
+        self._write(VALUES, self._lengths[VALUES], values.astype(self._shape.dtype))
         end = self._lengths[0]
         both = [buffer[:, :, :end, :] for buffer in self._buffers if buffer is not None]
         return Rows(both[0], both[1], 0)
@@ -93,7 +110,7 @@ class LinearCache:
         if buffer is None or first < 0 or first + tokens > self._lengths[which]:
             end = self._lengths[which]
             raise RowError(f"found rows 0 to {end}, expected {first} to {first + tokens}")
-        return mx.contiguous(buffer[0, :, first : first + tokens, :])
+        return buffer[0, :, first : first + tokens, :]
 
     def put(self, which: int, first: int, rows: Array) -> None:
         if first != self._lengths[which]:
@@ -108,9 +125,8 @@ class LinearCache:
         buffer = self._buffers[which]
         capacity = 0 if buffer is None else buffer.shape[2]
         if end > capacity:
-            more = -(-(end - capacity) // GROWTH_TOKENS) * GROWTH_TOKENS
-            heads, dim = self._shape
-            zeros = mx.zeros((1, heads, more, dim), dtype=self._dtype)
+            wanted = min(max(2 * capacity, FIRST_TOKENS), self._tokens_max)
+            zeros = self._shape.zeros(max(end, wanted) - capacity)
             buffer = zeros if buffer is None else mx.concatenate([buffer, zeros], axis=2)
         assert buffer is not None
         buffer[:, :, first:end, :] = rows
@@ -126,9 +142,8 @@ class WindowCache:
     last ``window`` of them into a ring.
     """
 
-    def __init__(self, window: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
-        self._window, self._dtype = window, dtype
-        self._shape = (1, kv_heads, window, head_dim)
+    def __init__(self, shape: RowShape, window: int) -> None:
+        self._shape, self._window = shape, window
         # mutable state, changed only in prefill, decode and put
         self._rows: list[Array | None] = [None, None]  # temporal order
         self._first = [0, 0]  # position of row 0
@@ -143,20 +158,20 @@ class WindowCache:
         if self._ring:
             raise RowError("found a prefill, expected decode steps only after the first one")
         both = [
-            self._extend(which, rows.astype(self._dtype))
-            for which, rows in ((0, keys), (1, values))
+            self._extend(which, rows.astype(self._shape.dtype))
+            for which, rows in ((KEYS, keys), (VALUES, values))
         ]
         return Rows(both[0], both[1], self._first[0])
 
     def decode(self, keys: Array, values: Array) -> Rows:
         if not self._ring:
             self._length = self.length
-            self._ring = [self._to_ring(0), self._to_ring(1)]
+            self._ring = [self._to_ring(KEYS), self._to_ring(VALUES)]
             self._rows = [None, None]
         slot, used = self._length % self._window, min(self._length + 1, self._window)
-        for which, rows in ((0, keys), (1, values)):
+        for which, rows in ((KEYS, keys), (VALUES, values)):
             ring = self._ring[which]
-            ring[:, :, slot : slot + 1, :] = rows.astype(self._dtype)
+            ring[:, :, slot : slot + 1, :] = rows.astype(self._shape.dtype)
             self._ring[which] = ring
         self._length += 1
         if used == self._window:
@@ -168,7 +183,7 @@ class WindowCache:
         if rows is None or first < start or first + tokens > self._end(which):
             end = self._end(which)
             raise RowError(f"found rows {start} to {end}, expected {first} to {first + tokens}")
-        return mx.contiguous(rows[0, :, first - start : first - start + tokens, :])
+        return rows[0, :, first - start : first - start + tokens, :]
 
     def put(self, which: int, first: int, rows: Array) -> None:
         found = self._rows[which]
@@ -199,7 +214,7 @@ class WindowCache:
 
     def _to_ring(self, which: int) -> Array:
         rows, end = self._rows[which], self._end(which)
-        ring = mx.zeros(self._shape, dtype=self._dtype)
+        ring = self._shape.zeros(self._window)
         if rows is None:
             return ring
         # a chunk keeps window - 1 rows before it: a missing one is out of sight by the next token
@@ -211,6 +226,22 @@ class WindowCache:
         if split < keep:
             ring[:, :, : keep - split, :] = last[:, :, split:, :]
         return ring
+
+
+LiveCaches = dict[int, LayerCache]  # by layer, those that own K and V
+
+
+def live_caches(layout: KvLayout, tokens_max: int) -> LiveCaches:
+    """Return empty caches for one sequence, which is not expected to pass ``tokens_max``."""
+    caches: LiveCaches = {}
+    for group in layout.groups:
+        shape = RowShape(group.kv_heads, group.head_dim, group.dtype.to_mlx_dtype())
+        for layer in group.layers:
+            if group.is_full:
+                caches[layer] = LinearCache(shape, tokens_max)
+            else:
+                caches[layer] = WindowCache(shape, layout.sliding_window)
+    return caches
 
 
 class Pass(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import mlx.core as mx
 import numpy as np
 from millpond.runtime.families.base import Family
-from millpond.runtime.kv.cache import DecodePass, LayerCache, PrefillPass
+from millpond.runtime.kv.cache import DecodePass, LiveCaches, PrefillPass, live_caches
 from millpond.runtime.model import Model
 from numpy.typing import NDArray
 
@@ -20,7 +20,7 @@ class DirectModel(Model):
     def reading(self) -> Reading:
         """Return a new sequence over empty caches; the weights must have been loaded."""
         assert self._family is not None, "found no weights"
-        return Reading(self._family, self._new_caches())
+        return Reading(self._family, live_caches(self._layout, self._config.context_tokens))
 
 
 class Reading:
@@ -29,7 +29,7 @@ class Reading:
     The caller keeps to the grid, or does not: the logits are the same up to rounding.
     """
 
-    def __init__(self, family: Family, caches: dict[int, LayerCache]) -> None:
+    def __init__(self, family: Family, caches: LiveCaches) -> None:
         self._family, self._caches = family, caches
         # mutable state, changed only in _forward
         self.length = 0
