@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,13 @@ def shared_reference() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no reference fixtures at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """Gemma 3 270M, as ``scripts/test`` assembles it; skips where it is not."""
+    usual = Path(__file__).resolve().parents[1] / "models" / "gemma3-270m.gguf"
+    path = Path(os.environ.get("MILLPOND_TEST_MODEL") or usual)
+    if not path.is_file():
+        pytest.skip(f"no model at {path}: scripts/test assembles it")
+    return path
