@@ -20,6 +20,7 @@ import base64
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from millpond.codecs.descriptors import KvDType, LayerType
 from millpond.codecs.fingerprint import chain_hash
@@ -33,6 +34,8 @@ ALIGNMENT = 64
 PEEK_BYTES = 768  # what is needed to tell whose block a file is
 _POSITION_DIGITS = 20
 _CHECKSUM_DIGITS = 32
+_CHECKSUM_NAME = b'"payload_xxh3_128":"'
+_DIGITS = re.compile(rb"[0-9a-f]{32}")
 LAYERS_MAX = 4096
 HEADER_BYTES_MAX = 2**22
 GROUP_NAME = re.compile(
@@ -82,13 +85,14 @@ class BlockIdentity:
 
     def header(self, payload_xxh3: bytes) -> bytes:
         """Return the canonical header, its length field included, for a payload's xxh3-128."""
-        text = self._json(payload_xxh3.hex(), f"{self.first_token}")
-        return _padded(text, self.header_bytes())
+        length = self.header_bytes() - 8
+        text = self._json(payload_xxh3.hex()).encode()
+        assert len(text) <= length, "the widest header of the group sets the size"
+        return length.to_bytes(8, "little") + text.ljust(length)
 
     def header_bytes(self) -> int:
         """Length of the header, its length field included; one for the whole group (I2)."""
-        widest = self._json("0" * _CHECKSUM_DIGITS, "9" * _POSITION_DIGITS)
-        return -(-(8 + len(widest)) // ALIGNMENT) * ALIGNMENT
+        return _header_bytes(self.group, self.block_tokens)
 
     def check_header(self, found: bytes) -> bytes:
         """Return the payload checksum that a header names.
@@ -97,35 +101,47 @@ class BlockIdentity:
         if it is none at all.
         """
         expected = self.header(bytes(16))
-        place = expected.index(b'"payload_xxh3_128":"') + len(b'"payload_xxh3_128":"')
-        digits = found[place : place + _CHECKSUM_DIGITS]
-        if re.fullmatch(rb"[0-9a-f]{32}", digits):
-            checksum = bytes.fromhex(digits.decode())
-            if found == self.header(checksum):
-                return checksum
+        place = expected.index(_CHECKSUM_NAME) + len(_CHECKSUM_NAME)
+        end = place + _CHECKSUM_DIGITS
+        digits = found[place:end]
+        if found[:place] == expected[:place] and found[end:] == expected[end:]:
+            if _DIGITS.fullmatch(digits):
+                return bytes.fromhex(digits.decode())
+            raise BlockError("header: found other characters than a checksum's digits")
         raise _other_block(found, expected)
 
-    def _json(self, checksum: str, first_token: str) -> bytes:
+    def _json(self, checksum: str) -> str:
+        """Return the text; every value is hex, base64, a number or a name of ours."""
         group, half = self.group, self.payload_bytes // 2
-        shape = [len(group.layers), group.kv_heads, self.block_tokens, group.head_dim]
-        dtype = _DTYPES[group.dtype.value]
-        metadata = {
-            "format": FORMAT,
-            "chain_hash": self.chain_hash.hex(),
-            "parent": self.parent.hex(),
-            "first_token": first_token,
-            "group": group.name,
-            "fingerprint": self.fingerprint.hex(),
-            "guard": self.guard.hex(),
-            "payload_xxh3_128": checksum,
-            "token_ids": base64.b64encode(self.token_ids).decode(),
-        }
-        head = {
-            "__metadata__": metadata,
-            "k": {"dtype": dtype, "shape": shape, "data_offsets": [0, half]},
-            "v": {"dtype": dtype, "shape": shape, "data_offsets": [half, 2 * half]},
-        }
-        return json.dumps(head, separators=(",", ":")).encode()
+        shape = f"[{len(group.layers)},{group.kv_heads},{self.block_tokens},{group.head_dim}]"
+        rows = f'"dtype":"{_DTYPES[group.dtype.value]}","shape":{shape}'
+        token_ids = base64.b64encode(self.token_ids).decode()
+        return (
+            f'{{"__metadata__":{{"format":"{FORMAT}","chain_hash":"{self.chain_hash.hex()}",'
+            f'"parent":"{self.parent.hex()}","first_token":"{self.first_token}",'
+            f'"group":"{group.name}","fingerprint":"{self.fingerprint.hex()}",'
+            f'"guard":"{self.guard.hex()}","payload_xxh3_128":"{checksum}",'
+            f'"token_ids":"{token_ids}"}},'
+            f'"k":{{{rows},"data_offsets":[0,{half}]}},'
+            f'"v":{{{rows},"data_offsets":[{half},{2 * half}]}}}}'
+        )
+
+
+@lru_cache(maxsize=64)
+def _header_bytes(group: LayerGroup, block_tokens: int) -> int:
+    ids = bytes(4 * block_tokens)
+    widest = BlockIdentity(
+        bytes(32),
+        bytes(32),
+        group,
+        block_tokens,
+        10**_POSITION_DIGITS - 1,
+        bytes(32),
+        bytes(32),
+        ids,
+    )
+    text = widest._json("0" * _CHECKSUM_DIGITS)
+    return -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +203,26 @@ def read_identity(header: bytes) -> tuple[BlockIdentity, bytes]:
             parent=bytes.fromhex(metadata["parent"]),
             token_ids=base64.b64decode(metadata["token_ids"], validate=True),
         )
-        is_whole = len(header) == block.header_bytes()
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise BlockError("header: found other bytes than a block's") from error
-    checksum = block.check_header(header) if is_whole else b""
-    if not checksum or len(block.token_ids) != 4 * block.block_tokens:
+    if not _is_sound(block) or len(header) != block.header_bytes():
         raise BlockError("header: found another length than its block's")
+    checksum = block.check_header(header)
     if chain_hash(block.fingerprint, block.parent, block.token_ids) != block.chain_hash:
         raise BlockError("header: found a chain hash that does not follow from parent and ids")
     return block, checksum
+
+
+def _is_sound(block: BlockIdentity) -> bool:
+    """True iff every field has a length that a header of ours can have."""
+    digests = (block.fingerprint, block.guard, block.chain_hash, block.parent)
+    return (
+        type(block.block_tokens) is int
+        and block.block_tokens > 0
+        and len(block.token_ids) == 4 * block.block_tokens
+        and 0 <= block.first_token < 10**_POSITION_DIGITS
+        and all(len(one) == 32 for one in digests)
+    )
 
 
 def _group_of(name: str, layers: int) -> LayerGroup:
@@ -211,12 +238,6 @@ def _group_of(name: str, layers: int) -> LayerGroup:
         dtype=KvDType(match["dtype"]),
         layers=tuple(range(layers)),
     )
-
-
-def _padded(text: bytes, size: int) -> bytes:
-    length = size - 8
-    assert len(text) <= length, "the widest header of the group sets the size"
-    return length.to_bytes(8, "little") + text + b" " * (length - len(text))
 
 
 def _other_block(found: bytes, expected: bytes) -> BlockError:

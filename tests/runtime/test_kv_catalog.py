@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,38 @@ def test_a_file_is_checked_without_its_model(tmp_path: Path) -> None:
             continue
         assert other != block or bytes(broken) != header
     root.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_token": "9" * 30},
+        {"first_token": "-4"},
+        {"token_ids": "AAAA" * 400},
+        {"token_ids": ""},
+        {"guard": "00"},
+        {"group": "g0-full-h999999999-d999999999-f32"},
+        {"group": 7},
+        {"shape": [2, 2, 10**15, 16]},
+        {"shape": [2, 2, True, 16]},
+        {"shape": [10**9, 2, 16, 16]},
+        {"shape": []},
+        {"shape": "abcd"},
+    ],
+)
+def test_a_hostile_header_is_one_typed_error(changes: dict[str, Any]) -> None:
+    block = kv.prompt_blocks(0, 1)[0]
+    whole = block.header(bytes(16))
+    head = json.loads(whole[8:])
+    for name, value in changes.items():
+        if name == "shape":
+            head["k"]["shape"] = head["v"]["shape"] = value
+        else:
+            head["__metadata__"][name] = value
+    text = json.dumps(head, separators=(",", ":")).encode()
+    for size in (len(text), len(whole) - 8, 2 * len(whole)):
+        with pytest.raises(BlockError):
+            read_identity(size.to_bytes(8, "little") + text.ljust(size))
 
 
 def test_a_collection_evicts_to_a_budget(tmp_path: Path) -> None:
