@@ -1,0 +1,182 @@
+"""``millpond serve`` as a process, over tiny real models, with the official client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from millpond.runtime.testing.tiny_model import tiny_gemma3
+
+openai = pytest.importorskip("openai", reason="the official client is not installed")
+WORDS = " ".join(f"word{index} of the story" for index in range(40))
+CHAT: list[Any] = [{"role": "user", "content": f"{WORDS} goes on"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed, name in enumerate(("a", "b")):
+        (tmp_path / f"{name}.gguf").write_bytes(tiny_gemma3(seed))
+    return tmp_path
+
+
+class Process:
+    """A running server."""
+
+    def __init__(self, child: subprocess.Popen[bytes], report: dict[str, Any]) -> None:
+        self.child, self.report = child, report
+        self.url = str(report["url"])
+
+    def client(self) -> Any:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def stop(self) -> int:
+        self.child.send_signal(signal.SIGTERM)
+        return self.child.wait(30)
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Process]:
+    command = [sys.executable, "-P", "-m", "millpond.runtime", "serve", "--json", *arguments]
+    command += ["--port", "0", "--spill-root", str(folder / "spill")]
+    with open(folder / "log", "ab") as log:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        assert line, (folder / "log").read_text()
+        yield Process(child, json.loads(line))
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def streamed(client: Any, model: str = "a") -> tuple[str, Any]:
+    text, usage = "", None
+    options = {"include_usage": True}
+    for part in client.chat.completions.create(
+        model=model,
+        messages=CHAT,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options=options,
+    ):
+        if part.choices:
+            text += part.choices[0].delta.content or ""
+        usage = part.usage or usage
+    return text, usage
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_chat_is_warm_and_the_same_after_a_restart(folder: Path, backend: str) -> None:
+    texts = []
+    for cached in (0, 768):
+        with serving(folder, "--model", str(folder / "a.gguf"), "--backend", backend) as process:
+            text, usage = streamed(process.client())
+            assert usage.prompt_tokens_details.cached_tokens == cached
+            texts.append(text)
+            assert process.stop() == 0
+    assert texts[0] == texts[1] and texts[0]
+
+
+def test_a_pool_of_one_goes_from_a_to_b_and_comes_back_warm(folder: Path) -> None:
+    with serving(folder, "--models", str(folder), "--models-max", "1") as process:
+        client = process.client()
+        first, cold = streamed(client, "a")
+        other, _ = streamed(client, "b")
+        again, warm = streamed(client, "a")
+        assert first == again != other
+        assert cold.prompt_tokens_details.cached_tokens == 0
+        assert warm.prompt_tokens_details.cached_tokens == 768
+        metrics = httpx.get(f"{process.url}/metrics").text
+        assert "millpond_model_evictions_total 2.0" in metrics
+        assert 'millpond_restored_blocks_total{model="a"}' in metrics
+        assert process.stop() == 0
+
+
+def test_a_killed_server_loses_nothing_that_was_written(folder: Path) -> None:
+    with serving(folder, "--model", str(folder / "a.gguf")) as process:
+        text, _ = streamed(process.client())
+        while not httpx.get(f"{process.url}/admin/cache").json()["models"]["a"]["spilled_blocks"]:
+            pass
+        process.child.kill()
+    with serving(folder, "--model", str(folder / "a.gguf")) as process:
+        again, usage = streamed(process.client())
+        assert again == text and usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_a_second_signal_ends_the_process_at_once(folder: Path) -> None:
+    with serving(folder, "--model", str(folder / "a.gguf"), "--drain", "600") as process:
+        body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body) as response:
+            next(response.iter_bytes())
+            process.child.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.ConnectError):  # once it stops, nobody new gets in
+                while httpx.get(f"{process.url}/health"):
+                    pass
+            assert process.child.poll() is None
+            process.child.send_signal(signal.SIGTERM)
+            assert process.child.wait(30) == -signal.SIGTERM
+
+
+def test_a_unix_socket_is_private_and_goes_at_the_end(folder: Path) -> None:
+    path = folder / "socket"
+    with serving(folder, "--model", f"mine={folder / 'a.gguf'}", "--unix", str(path)) as process:
+        assert process.report["unix"] == str(path)
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            listed = client.get("http://localhost/v1/models").json()["data"]
+            assert [one["id"] for one in listed] == ["mine"]
+        twin = [sys.executable, "-P", "-m", "millpond.runtime", "serve", "--unix", str(path)]
+        twin += ["--model", str(folder / "a.gguf")]
+        refused = subprocess.run(twin, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2 and "another server listens there" in refused.stderr
+        assert process.stop() == 0
+    assert not path.exists()
+
+
+def test_a_socket_file_that_a_killed_server_left_is_replaced(folder: Path) -> None:
+    path = folder / "socket"
+    for _ in range(2):
+        with serving(folder, "--model", str(folder / "a.gguf"), "--unix", str(path)) as process:
+            process.child.kill()
+            process.child.wait()
+        assert path.exists()
+    path.unlink()
+    path.write_text("mine")
+    command = [sys.executable, "-P", "-m", "millpond.runtime", "serve", "--unix", str(path)]
+    command += ["--model", str(folder / "a.gguf")]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--model", "nowhere.gguf"), ("--models", "nowhere"), ("--port", "-1")]
+)
+def test_a_wrong_command_line_is_told_in_one_line(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from millpond.runtime.cli import main
+
+    assert main(["serve", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_start(folder: Path) -> None:
+    (folder / "c.gguf").write_bytes(b"GGUF nothing")
+    command = [sys.executable, "-P", "-m", "millpond.runtime", "serve", "--port", "0"]
+    command += ["--model", str(folder / "c.gguf"), "--no-spill"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "c.gguf" in done.stderr and "Traceback" not in done.stderr
