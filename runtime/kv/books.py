@@ -31,6 +31,7 @@ from millpond.runtime.kv.ledger import Ledger, gone_record
 from millpond.runtime.kv.root_options import RootOptions
 
 QUARANTINE_SHARE = 8  # at most this part of the budget lies in quarantine
+FLOOR_SHARE = 20  # the floor of free space is at most this part of a small file system
 JOURNAL_SHARE = 64  # a journal may hold this part of the budget in outdated records
 JOURNAL_SLACK_MIN, JOURNAL_SLACK_MAX = 2**12, 2**20
 PROBE_BYTES = 512  # written to see whether a disk can be; the budget is kept this much short
@@ -84,14 +85,22 @@ class Books:
         records.append(record)
 
     def make_room(self, size: int, records: list[Record]) -> None:
-        """Evict until ``size`` bytes fit.  Raises SpillFull if they never will."""
+        """Evict until ``size`` bytes fit.
+
+        Raises SpillFull if the budget never has room for them, SpillFailed (ENOSPC) if the file
+        system has none above its floor.
+        """
         size += RECORDS_BYTES + USE_BYTES * len(self.uses)
         self.remove_doomed()
-        if self._lack(size) > 0:
+        if max(self._over(size), self._short(size)) > 0:
             self._settle_intents(records)
-        while (lack := self._lack(size)) > 0:
-            if lack > self.ledger.index.total_bytes or not self.evict(lack, records):
-                raise SpillFull(f"{lack} bytes more than there is room for")
+        while (lack := max(over := self._over(size), short := self._short(size))) > 0:
+            if lack <= self.ledger.index.total_bytes and self.evict(lack, records):
+                continue
+            if short > 0:
+                words = f"{short} bytes too few are free on the file system"
+                raise SpillFailed("write", "a block", OSError(errno.ENOSPC, words))
+            raise SpillFull(f"{over} bytes more than the budget")
 
     def evict(self, size: int, records: list[Record]) -> int:
         """Remove blocks of ``size`` bytes or more, as far as there are any; return their count."""
@@ -200,11 +209,15 @@ class Books:
         with self.guard:
             self.ledger.journal_bytes = self.journal.file_bytes
 
-    def _lack(self, size: int) -> int:
-        free = self.disk.free_bytes()
+    def _over(self, size: int) -> int:
+        """Bytes over the budget with ``size`` more."""
         with self.guard:
-            over = self.ledger.used_bytes + size - self.bytes_max
-        return max(over, self.options.free_bytes_min + size - free)
+            return self.ledger.used_bytes + size - self.bytes_max
+
+    def _short(self, size: int) -> int:
+        """Bytes that ``size`` more would take from the floor of free space."""
+        floor = min(self.options.free_bytes_min, self.disk.total_bytes() // FLOOR_SHARE)
+        return floor + size - self.disk.free_bytes()
 
     def _settle_intents(self, records: list[Record]) -> None:
         """End the intents of writers that are gone (I3)."""

@@ -77,6 +77,9 @@ class Disk(Protocol):
     def free_bytes(self) -> int:
         """Bytes that this process may still write to the file system."""
 
+    def total_bytes(self) -> int:
+        """Size of the file system."""
+
     def lock(self) -> AbstractContextManager[None]:
         """Hold the root's lock; whoever else wants it waits, in this process or another."""
 
@@ -118,7 +121,7 @@ class PosixDisk:
             self._fd = -1
 
     def total_bytes(self) -> int:
-        """Size of the file system."""
+        """See ``Disk.total_bytes``."""
         found = os.fstatvfs(self._fd)
         return found.f_blocks * found.f_frsize
 

@@ -17,7 +17,8 @@ import contextlib
 import errno
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -150,7 +151,8 @@ class SpillRoot:
         if self.problem:
             return "off"
         try:
-            return self._store(shelf, draft)
+            with self._parent_pinned(shelf, draft):
+                return self._store(shelf, draft)
         except (SpillFailed, OSError) as error:
             with self.guard:
                 self._books.ledger.apply(Record(Kind.RELEASE, token=self.options.token))
@@ -239,14 +241,25 @@ class SpillRoot:
                 standing = self._standing(shelf, draft)
                 if standing is None:
                     books.make_room(file_bytes(draft.block), records)
-                    standing = self._standing(shelf, draft)  # the parent may have been evicted
-                if standing is None:
                     books.apply(self._record(Kind.INTENT, shelf, draft), records)
         except SpillFull:
             return "full"
         if standing is None:
             standing = self._write(shelf, draft)
         return "parent" if standing == "parent" else None
+
+    @contextmanager
+    def _parent_pinned(self, shelf: Shelf, draft: Draft) -> Iterator[None]:
+        """Room for a block is not made by evicting the block before it."""
+        with self.guard:
+            parent = shelf.blocks.get(draft.block.parent) if shelf.is_full else None
+            pinned = (parent,) if parent is not None else ()
+            self.index.pin(pinned)
+        try:
+            yield
+        finally:
+            with self.guard:
+                self.index.unpin(pinned)
 
     def _write(self, shelf: Shelf, draft: Draft) -> Literal["there", "parent"] | None:
         """Write what was reserved; the intent ends here, on every path."""

@@ -126,11 +126,32 @@ async def test_a_block_larger_than_the_budget_is_refused_and_nothing_is_evicted(
     root.close()
 
 
-async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
-    root = opened(tmp_path, free_bytes_min=2**62)
+class SmallDisk(PosixDisk):
+    """A file system of 100 blocks of which so many bytes are free."""
+
+    free = 0
+
+    def total_bytes(self) -> int:
+        return 100 * FILE_BYTES
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+async def test_the_floor_of_free_space_is_kept_and_a_full_disk_is_said(tmp_path: Path) -> None:
+    disk = SmallDisk(tmp_path)
+    disk.free = 20 * FILE_BYTES
+    root = SpillRoot.open(disk, options(free_bytes_min=2**40))
+    await fill(root, 1, 2)
+    disk.free = 6 * FILE_BYTES  # the floor is a twentieth, five blocks
     async with PinnedThread("disk") as worker:
-        assert await kv.spill(root, worker, FILE, 0) == "full"
-    assert root.problem == ""
+        third = kv.prompt_blocks(0, 3)[2]
+        assert await kv.spill(root, worker, third, 9) == "off"
+        assert "too few are free" in root.problem
+        assert root.index.count == 2, "its own chain was not evicted for it"
+        disk.free = 20 * FILE_BYTES
+        await worker.call(lambda: root.try_again(1000.0))
+        assert await kv.spill(root, worker, third, 10) == ""
     root.close()
 
 
