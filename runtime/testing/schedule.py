@@ -98,8 +98,11 @@ class _Steps(trio.abc.Instrument):
 
 def _is_users(task: trio.lowlevel.Task) -> bool:
     """True for the main task and those below it, False for trio's own."""
-    runner = trio_run.GLOBAL_RUN_CONTEXT.runner
-    return task is runner.main_task or task.parent_nursery not in (None, runner.system_nursery)
+    main = trio_run.GLOBAL_RUN_CONTEXT.runner.main_task
+    above: trio.lowlevel.Task | None = task
+    while above is not None and above is not main:
+        above = above.parent_nursery.parent_task if above.parent_nursery is not None else None
+    return above is not None
 
 
 # -- asyncio
