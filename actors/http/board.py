@@ -81,7 +81,7 @@ class Board:
         ages = [{"age_ms": 1e3 * (now - record.started_s)} for record in shown]
         return {
             "live": [asdict(record) | age for record, age in zip(shown, ages, strict=True)],
-            "live_count": len(live),
+            "live_count": sum(bool(record.model) for record in live),
             "ended": [_brief(record) for record in self._ended],
             "totals": dict(self._totals),
             "lag_ms": 1e3 * max(self._lags, default=0.0),
