@@ -1,0 +1,187 @@
+"""What the HTTP server adds to the embedded runtime: to the first token, and per token.
+
+The same prompt runs on one runtime, embedded and over loopback HTTP, turn by turn in one process:
+embedded, a raw client, the official ``openai`` client.  Prints one JSON line with medians and
+spreads, and the differences.  The model is a tiny one with random weights, whose steps are short;
+what is measured is the server, the client included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+from millpond.actors.http.listening import Server, bound_socket
+from millpond.actors.http.routes import make_app, make_services
+from millpond.actors.http.settings import HttpSettings
+from millpond.codecs.messages import SamplingParams
+from millpond.runtime.api import open_shared
+from millpond.runtime.catalogue import Catalogue
+from millpond.runtime.config import RuntimeConfig
+from millpond.runtime.pool import PoolSettings, open_pool
+from millpond.runtime.pool_models import PoolModels
+from millpond.runtime.served import Ask, ServedModel
+from millpond.runtime.testing.tiny_model import tiny_gemma3
+
+PROMPT = [1, *(261 + index % 26 for index in range(63))]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Milliseconds to the first token, and microseconds per token after it."""
+
+    first_ms: float
+    token_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What the ways of asking need."""
+
+    model: ServedModel
+    port: int
+    tokens: int
+
+
+Way = Callable[[Bench], Awaitable[Run]]
+
+
+def main() -> int:
+    """Run the script; return its exit code."""
+    parser = argparse.ArgumentParser(prog="bench_http", description=__doc__)
+    parser.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=400)
+    options = parser.parse_args()
+    found = anyio.run(_bench, options.rounds, options.tokens, backend=options.backend)
+    print(json.dumps({"backend": options.backend, **found}))
+    return 0
+
+
+async def _bench(rounds: int, tokens: int) -> dict[str, Any]:
+    runs: dict[str, list[Run]] = {name: [] for name in _WAYS}
+    async with AsyncExitStack() as stack:
+        bench = await stack.enter_async_context(_running(tokens))
+        for number in range(rounds + 1):
+            for name, way in _WAYS.items():
+                run = await way(bench)
+                if number:  # the first round warms up
+                    runs[name].append(run)
+    report: dict[str, Any] = {"rounds": rounds, "tokens": tokens}
+    for name, found in runs.items():
+        report[name] = {
+            "first_ms": _spread([one.first_ms for one in found]),
+            "token_us": _spread([one.token_us for one in found]),
+        }
+    for name in ("raw", "openai"):
+        report[f"{name}_adds"] = {
+            kind: round(
+                statistics.median(
+                    getattr(one, kind) - getattr(base, kind)
+                    for one, base in zip(runs[name], runs["embedded"], strict=True)
+                ),
+                3,
+            )
+            for kind in ("first_ms", "token_us")
+        }
+    return report
+
+
+@asynccontextmanager
+async def _running(tokens: int) -> AsyncIterator[Bench]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.gguf"
+        path.write_bytes(tiny_gemma3())
+        config, settings = RuntimeConfig(model="", spill=False), HttpSettings()
+        catalogue, stopping = Catalogue([("tiny", str(path))]), anyio.Event()
+        async with AsyncExitStack() as stack:
+            shared = await stack.enter_async_context(open_shared(config))
+            models = PoolModels(config, shared, 2)
+            pool = await stack.enter_async_context(
+                open_pool(catalogue, PoolSettings(), models.open, models.measure)
+            )
+            model = await stack.enter_async_context(pool.acquire("tiny"))
+            listening = stack.enter_context(bound_socket("127.0.0.1", 0))
+            group = await stack.enter_async_context(anyio.create_task_group())
+            server = Server(make_app(make_services(pool, settings)), settings)
+            group.start_soon(server.serve, listening, stopping, 1.0)
+            yield Bench(model, listening.getsockname()[1], tokens)
+            stopping.set()
+
+
+async def _embedded(bench: Bench) -> Run:
+    sampling = SamplingParams(max_tokens=bench.tokens, ignore_eos=True)
+    marks, started = [], time.perf_counter()
+    async with bench.model.stream(Ask(prompt=PROMPT, sampling=sampling)) as tokens:
+        async for _ in tokens:
+            marks.append(time.perf_counter())
+    return _run_of(started, marks[0], marks[-1], bench.tokens)
+
+
+async def _raw(bench: Bench) -> Run:
+    body = json.dumps(_body(bench) | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with await anyio.connect_tcp("127.0.0.1", bench.port) as stream:
+        first, started = 0.0, time.perf_counter()
+        await stream.send(head.encode() + body)
+        tail = b""
+        while b"[DONE]" not in tail:
+            tail = tail[-64:] + await stream.receive()
+            if not first and b"data: " in tail:
+                first = time.perf_counter()
+        return _run_of(started, first, time.perf_counter(), bench.tokens)
+
+
+async def _openai(bench: Bench) -> Run:
+    from openai import AsyncOpenAI
+
+    marks = []
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{bench.port}/v1", api_key="x") as client:
+        await client.models.list()  # the connection is there, as it is for any second call
+        body = _body(bench)
+        extra = {"ignore_eos": body.pop("ignore_eos")}
+        started = time.perf_counter()
+        stream = await client.completions.create(**body, stream=True, extra_body=extra)
+        async for _ in stream:
+            marks.append(time.perf_counter())
+    return _run_of(started, marks[0], marks[-1], bench.tokens)
+
+
+_WAYS: dict[str, Way] = {"embedded": _embedded, "raw": _raw, "openai": _openai}
+
+
+def _body(bench: Bench) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": bench.tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def _run_of(started: float, first: float, last: float, tokens: int) -> Run:
+    return Run(1e3 * (first - started), 1e6 * (last - first) / (tokens - 1))
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 3),
+        "low": round(ordered[0], 3),
+        "high": round(ordered[-1], 3),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
