@@ -19,6 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 StopText = Annotated[str, msgspec.Meta(min_length=1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]  # decides by itself at either end
 MissReason = Literal["absent", "incomplete_group", "corrupt", "io_error", "mismatch"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -39,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                   completion hold (Keskar et al. 2019, CTRL); 1 is off
     presence_penalty, frequency_penalty  subtracted from the logits of the completion's ids, once,
                   and once for each time
-    logit_bias    added to the logits of these ids
+    logit_bias    added to the logits of these ids, -100 to 100
     logprobs      return the log-probability of each token and of this many best ones; None: none
     """
 
@@ -55,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 1.0
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
-    logit_bias: Annotated[dict[TokenId, float], msgspec.Meta(max_length=1024)] = {}
+    logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=1024)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
 

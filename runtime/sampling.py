@@ -17,6 +17,9 @@ import xxhash
 from millpond.codecs.messages import SamplingParams, TokenLogprob
 from millpond.runtime.steps import Sampled
 
+_LOGIT_MAX = 3e38  # just inside float32: the difference of two infinities would be no number
+_TEMPERATURE_MIN = 1e-30  # in float32 much smaller ones are zero; the best id wins long before
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -129,12 +132,14 @@ def choose(logits: Any, sampling: SamplingParams, seed: int, step: int) -> Any:
     """
     if sampling.temperature == 0.0:
         return mx.argmax(logits)
-    scaled = logits / sampling.temperature
+    # From the best one down: however small the temperature is, nothing overflows but to -inf.
+    finite = mx.minimum(logits, _LOGIT_MAX)
+    scaled = (finite - mx.max(finite)) / max(sampling.temperature, _TEMPERATURE_MIN)
     order = mx.argsort(-scaled)
     ranked = scaled[order]
     shares = mx.softmax(ranked)
     rank = mx.arange(ranked.shape[0])
-    keep = rank < (sampling.top_k or ranked.shape[0])
+    keep = rank < min(sampling.top_k or ranked.shape[0], ranked.shape[0])
     keep &= (mx.cumsum(shares) - shares) < sampling.top_p
     keep &= shares >= sampling.min_p * shares[0]
     keep |= rank == 0  # rounding must never leave nothing to choose from
