@@ -23,12 +23,12 @@ from typing import assert_never
 import msgspec
 from anyio import BrokenResourceError, ClosedResourceError, Event, create_task_group
 from millpond.actors.gateway_request import GatewayTokenizer, Request, TokenStream
+from millpond.codecs.choices import SamplingParams
 from millpond.codecs.fingerprint import ReuseTag, chain_root
 from millpond.codecs.messages import (
     Cancel,
     Finished,
     Ready,
-    SamplingParams,
     Submit,
     ToGateway,
     Tokens,

@@ -8,7 +8,13 @@ from typing import Protocol
 
 from anyio import Event
 from anyio.lowlevel import checkpoint
-from millpond.codecs.messages import Finished, FinishReason, Submit, TokenLogprob, Tokens
+from millpond.codecs.choices import TokenLogprob
+from millpond.codecs.messages import (
+    Finished,
+    FinishReason,
+    Submit,
+    Tokens,
+)
 from millpond.runtime import errors
 from millpond.runtime.errors import EngineError, MillpondError, RequestFailed
 from millpond.runtime.results import Completion, StreamedToken, Timings, Usage

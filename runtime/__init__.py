@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millpond.codecs.messages import SamplingParams
+    from millpond.codecs.choices import SamplingParams
     from millpond.runtime.api import Runtime, open_runtime, open_shared
     from millpond.runtime.config import Limits, RuntimeConfig
     from millpond.runtime.results import Completion, StreamedToken

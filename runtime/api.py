@@ -15,7 +15,7 @@ from millpond.actors.gateway import GatewayStatistics, Prompt
 from millpond.actors.gateway_request import TokenStream
 from millpond.actors.store import StoreStatistics
 from millpond.actors.supervisor import House, open_house
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.assembly import (
     THREAD_CLOSE_S,
     Built,

@@ -143,7 +143,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         numerics = await threads.engine.call(partial(numerics_identity, config), warm_s)
         named = partial(_identify, file, config, numerics)
         identity, layout, tokenizer, chats = await threads.host.call(named)
-        runner = await threads.engine.call(partial(_make_runner, identity, layout), warm_s)
+        runner = await threads.engine.call(partial(_make_runner, identity, layout, config), warm_s)
     except BaseException:
         file.close()
         raise
@@ -199,11 +199,12 @@ def _identify(
     return identity, layout, tokenizer, chats
 
 
-def _make_runner(identity: ModelIdentity, layout: KvLayout) -> Runner:
+def _make_runner(identity: ModelIdentity, layout: KvLayout, config: RuntimeConfig) -> Runner:
     """On the pinned thread: MLX is imported there first, with its BLAS in place."""
     from millpond.runtime.model import Model
 
-    return Model(identity, layout)
+    decode_batch = 1 if config.deterministic else max(1, config.limits.sequences_max)
+    return Model(identity, layout, decode_batch)
 
 
 def _slot_bytes(layout: KvLayout, limits: Limits) -> int:

@@ -12,8 +12,8 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 import msgspec
+from millpond.codecs.choices import SamplingParams
 from millpond.codecs.descriptors import KvDType
-from millpond.codecs.messages import SamplingParams
 from millpond.runtime.config import RuntimeConfig
 
 # Flags that fill a field of the same name; a flag not given leaves the field's own default.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import CancelScope, to_thread
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.cli_arguments import runtime_config, sampling_params
 from millpond.runtime.cli_generate import generate_report, summary
 from millpond.runtime.cli_lines import Lines

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 from anyio import to_thread
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.cli_arguments import runtime_config, sampling_params
 from millpond.runtime.cli_prompt import read_prompt
 from millpond.runtime.cli_signals import until_signalled

@@ -75,6 +75,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_boundary_tokens  sliding blocks are kept at its multiples; 0: everywhere
     context_tokens           tokens of prompt and completion at most; None: as trained
     durability               ``process`` survives a crash of ours, ``power`` one of the machine
+    deterministic            sequences decode one by one, so that none depends on what runs beside
+                             it; False: together, equal up to rounding and several times faster
     blas_threads             threads of the float32 BLAS; more than one collapses on a busy machine
     fast_blas                use the BLAS of the ``fast-cpu`` extra where it is installed
     limits                   bounds
@@ -99,6 +101,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     fast_blas: bool = True
     limits: Limits = Limits()
     chat_template: str | None = None
+    deterministic: bool = False
 
     def checked(self) -> RuntimeConfig:
         """Return this configuration if every field has its type and range; raise ConfigError."""

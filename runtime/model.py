@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,21 +11,21 @@ import mlx.core as mx
 import numpy as np
 from millpond.codecs.messages import Tensor
 from millpond.runtime.errors import ModelUnreadable, UnsupportedModel
-from millpond.runtime.families.base import Family, Weights
+from millpond.runtime.families.base import Family
 from millpond.runtime.families.config import ModelConfig
 from millpond.runtime.families.gemma3 import Gemma3
 from millpond.runtime.families.gemma4 import Gemma4
+from millpond.runtime.families.linear import Weights
 from millpond.runtime.families.llama import Llama
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.cache import (
     Array,
-    DecodePass,
     LiveCaches,
-    PrefillPass,
     RowError,
     live_caches,
 )
 from millpond.runtime.kv.layout import KvLayout
+from millpond.runtime.kv.passes import BatchPass, DecodePass, PrefillPass
 from millpond.runtime.kv.planes import put_planes, take_planes
 from millpond.runtime.sampling import Draw, Sampler
 from millpond.runtime.steps import (
@@ -50,10 +50,14 @@ _DEVICE_ERRORS = (RowError, RuntimeError, ValueError, MemoryError)
 
 
 class Model:
-    """A runner over MLX; every method on the pinned thread."""
+    """A runner over MLX; every method on the pinned thread.
 
-    def __init__(self, identity: ModelIdentity, layout: KvLayout) -> None:
-        self._identity, self._layout = identity, layout
+    decode_batch  sequences that decode together; 1: the logits of a sequence are the same to the
+                  bit whatever runs beside it, more: up to rounding
+    """
+
+    def __init__(self, identity: ModelIdentity, layout: KvLayout, decode_batch: int = 1) -> None:
+        self._identity, self._layout, self._decode_batch = identity, layout, decode_batch
         self._config = identity.config
         self._compute = getattr(mx, identity.numerics.compute_dtype)
         # mutable state, changed only in the methods of Runner
@@ -92,7 +96,8 @@ class Model:
         clock.append(time.perf_counter())
         sampled = [self._prefill(chunk, failures) for chunk in step.prefills]
         clock.append(time.perf_counter())
-        sampled += [self._decode(token, failures) for token in step.decodes]
+        for batch in _batches(step.decodes, self._decode_batch):
+            sampled += self._decode(batch, failures)
         clock.append(time.perf_counter())
         digests = tuple(self._snapshot(one, failures) for one in step.snapshots)
         clock.append(time.perf_counter())
@@ -168,19 +173,44 @@ class Model:
             self._fail(chunk.sequence_id, error, failures)
             return None
 
-    def _decode(self, token: DecodeToken, failures: dict[int, str]) -> Sampled | None:
-        if token.sequence_id in failures:
-            return None
+    def _decode(self, tokens: Sequence[DecodeToken], failures: dict[int, str]) -> list[Sampled]:
+        """Run one token of each sequence together; a device error fails them all."""
+        ready: dict[int, tuple[DecodeToken, LiveCaches]] = {}
+        for token in tokens:
+            if token.sequence_id not in failures:
+                try:
+                    if token.sequence_id in ready:
+                        raise RowError("found two tokens of it in a step, expected one")
+                    self._ids(np.array([token.token_id], dtype=np.int64))
+                    caches = self._cache_of(token.sequence_id, token.position)
+                    ready[token.sequence_id] = (token, caches)
+                except RowError as error:
+                    ready.pop(token.sequence_id, None)
+                    self._fail(token.sequence_id, error, failures)
         try:
-            ids = self._ids(np.array([token.token_id], dtype=np.int64))
-            caches = self._cache_of(token.sequence_id, token.position)
-            hidden = self._ready.forward(ids, DecodePass(caches), token.position)
-            arrays = [a for cache in caches.values() for a in cache.arrays()]
-            draw = Draw(token.sequence_id, token.sample, token.step)
-            return self._sample(draw, hidden, arrays)
+            return self._decode_ready(list(ready.values())) if ready else []
         except _DEVICE_ERRORS as error:
-            self._fail(token.sequence_id, error, failures)
-            return None
+            for sequence_id in ready:
+                self._fail(sequence_id, error, failures)
+            return []
+
+    def _decode_ready(self, ready: Sequence[tuple[DecodeToken, LiveCaches]]) -> list[Sampled]:
+        ids = mx.array([token.token_id for token, _ in ready], dtype=mx.uint32)
+        token, caches = ready[0]
+        if len(ready) == 1:
+            hidden = self._ready.forward(ids, DecodePass(caches), token.position)
+        else:
+            positions = mx.array([token.position for token, _ in ready], dtype=mx.int32)
+            batch = BatchPass([caches for _, caches in ready])
+            hidden = self._ready.forward(ids, batch, positions)
+        logits = self._ready.logits(hidden)
+        arrays = [a for _, caches in ready for cache in caches.values() for a in cache.arrays()]
+        sampled = []
+        for (token, _), row in zip(ready, logits, strict=True):
+            draw = Draw(token.sequence_id, token.sample, token.step)
+            sampled.append(self._sampler.sample(draw, row, arrays))
+            arrays = []  # evaluated along with the first token
+        return sampled
 
     def _snapshot(self, one: SnapshotPlanes, failures: dict[int, str]) -> bytes:
         """Return the xxh3-128 of the planes that were copied out, empty if the sequence failed."""
@@ -211,3 +241,9 @@ class Model:
 
     def _sample(self, draw: Draw, hidden: Array, arrays: list[Array]) -> Sampled:
         return self._sampler.sample(draw, self._ready.logits(hidden)[0], arrays)
+
+
+def _batches(tokens: Sequence[DecodeToken], size: int) -> Iterator[Sequence[DecodeToken]]:
+    """Cut into runs of at most ``size``."""
+    for first in range(0, len(tokens), size):
+        yield tokens[first : first + size]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-from millpond.codecs.messages import FinishReason, RestoreReport, TokenLogprob
+from millpond.codecs.choices import TokenLogprob
+from millpond.codecs.messages import (
+    FinishReason,
+    RestoreReport,
+)
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

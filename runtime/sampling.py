@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import xxhash
-from millpond.codecs.messages import SamplingParams, TokenLogprob
+from millpond.codecs.choices import SamplingParams, TokenLogprob
 from millpond.runtime.steps import Sampled
 
 _LOGIT_MAX = 3e38  # just inside float32: the difference of two infinities would be no number

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from anyio import CapacityLimiter, to_thread
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.chat_defaults import default_template
 from millpond.runtime.chat_encoder import ChatEncoder

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from millpond.codecs.messages import SamplingParams, Tensor, TokenLogprob
+from millpond.codecs.choices import SamplingParams, TokenLogprob
+from millpond.codecs.messages import Tensor
 
 
 @dataclass(frozen=True, slots=True)

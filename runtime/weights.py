@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from millpond.codecs.messages import Tensor
 from millpond.runtime.errors import ModelUnreadable
-from millpond.runtime.families.base import Dense, Packed
+from millpond.runtime.families.linear import Dense, Packed
 from millpond.runtime.host_memory import SLICE_BYTES, host_view, is_shared
 from millpond.runtime.kv.cache import Array
 

@@ -24,7 +24,7 @@ import anyio
 from millpond.actors.http.listening import Server, bound_socket
 from millpond.actors.http.routes import make_app, make_services
 from millpond.actors.http.settings import HttpSettings
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.api import open_shared
 from millpond.runtime.catalogue import Catalogue
 from millpond.runtime.config import RuntimeConfig

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from millpond.actors.http.bodies import ChatBody, CompletionBody, TextBody
 from millpond.actors.http.problems import invalid, unsupported
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 
 KNOWN = frozenset(SamplingParams.__struct_fields__)
 _NEUTRAL = {

@@ -94,8 +94,11 @@ class TurnReader:
         return self._read(final=False)
 
     def finish(self) -> list[Segment]:
-        """Return what was held back."""
-        return self._read(final=True)
+        """Return what was held back; a call that never came is content."""
+        found = self._read(final=True)
+        if self._inside is not None and self._inside.kind == "call":
+            found.append(Segment("content", self._inside.start))
+        return found
 
     def _quotes(self, name: str) -> bool:
         return self._inside is GEMMA_CALL and bool(name)

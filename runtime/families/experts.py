@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from millpond.runtime.families.base import Dense, Linear, Packed, gelu_tanh
+from millpond.runtime.families.base import gelu_tanh
 from millpond.runtime.families.config import ModelConfig
+from millpond.runtime.families.linear import Dense, Linear, Packed
 from millpond.runtime.kv.cache import Array
 
 

@@ -10,20 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from millpond.runtime.families.base import (
-    Attention,
-    Linear,
-    Weights,
-    embedding_rows,
-    gelu_gated,
-    heads,
-    joined,
-    rope,
-    soft_capped,
-    stacked,
-)
+from millpond.runtime.families.attention import Attention, heads, joined, rope
+from millpond.runtime.families.base import gelu_gated, soft_capped
 from millpond.runtime.families.config import LayerConfig, ModelConfig
-from millpond.runtime.kv.cache import Array, Pass
+from millpond.runtime.families.linear import Linear, Weights, embedding_rows, stacked
+from millpond.runtime.kv.cache import Array
+from millpond.runtime.kv.passes import Pass, Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +46,13 @@ class Gemma3:
             _layer(layer, f"blk.{index}.", weights) for index, layer in enumerate(config.layers)
         ]
 
-    def forward(self, token_ids: Array, kv: Pass, first: int) -> Array:
+    def forward(self, token_ids: Array, kv: Pass, first: Position) -> Array:
         """See ``Family.forward``."""
         x = embedding_rows(self._embedding, token_ids, self._dtype)
         x = x * mx.array(self._config.embedding_scale, dtype=self._dtype)
         for index, layer in enumerate(self._layers):
             normed = self._norm_of(x, layer.attn_norm)
-            queries, keys, values = self._heads(layer, normed, first)
+            queries, keys, values = self._heads(layer, normed, (kv.sequences, first))
             rows = kv.add(index, keys, values)
             seen = self._attend(queries, rows, layer.config, first)
             x = x + self._norm_of(layer.output(joined(seen)), layer.post_attention_norm)
@@ -75,15 +67,18 @@ class Gemma3:
     def _norm_of(self, x: Array, weight: Array) -> Array:
         return mx.fast.rms_norm(x, weight, self._config.norm_eps)
 
-    def _heads(self, layer: _Layer, x: Array, first: int) -> tuple[Array, Array, Array]:
+    def _heads(
+        self, layer: _Layer, x: Array, where: tuple[int, Position]
+    ) -> tuple[Array, Array, Array]:
+        sequences, first = where
         config, dim, kv_heads = self._config, layer.config.head_dim, layer.config.kv_heads
         split = [config.heads * dim, (config.heads + kv_heads) * dim]
         q, k, v = mx.split(layer.qkv(x), split, axis=-1)
-        queries = self._norm_of(heads(q, config.heads, dim), layer.q_norm)
-        keys = self._norm_of(heads(k, kv_heads, dim), layer.k_norm)
+        queries = self._norm_of(heads(q, config.heads, dim, sequences), layer.q_norm)
+        keys = self._norm_of(heads(k, kv_heads, dim, sequences), layer.k_norm)
         queries = rope(queries, layer.config, config, first, None)
         keys = rope(keys, layer.config, config, first, None)
-        return queries, keys, heads(v, kv_heads, dim)
+        return queries, keys, heads(v, kv_heads, dim, sequences)
 
 
 def _mlp(layer: _Layer, x: Array) -> Array:

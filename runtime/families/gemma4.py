@@ -11,23 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from millpond.runtime.families.base import (
-    Attention,
-    Linear,
-    Weights,
-    embedding_rows,
-    gelu_gated,
-    gelu_tanh,
-    heads,
-    joined,
-    rope,
-    rope_divisors,
-    soft_capped,
-    stacked,
-)
+from millpond.runtime.families.attention import Attention, heads, joined, rope, rope_divisors
+from millpond.runtime.families.base import gelu_gated, gelu_tanh, soft_capped
 from millpond.runtime.families.config import LayerConfig, ModelConfig
 from millpond.runtime.families.experts import Experts, load_experts
-from millpond.runtime.kv.cache import Array, Pass, Rows
+from millpond.runtime.families.linear import Linear, Weights, embedding_rows, stacked
+from millpond.runtime.kv.cache import Array
+from millpond.runtime.kv.passes import Pass, Position, Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ class Gemma4:
         self._divisors = rope_divisors(config, weights)
         self._layers = [_layer(config, index, weights) for index in range(len(config.layers))]
 
-    def forward(self, token_ids: Array, kv: Pass, first: int) -> Array:
+    def forward(self, token_ids: Array, kv: Pass, first: Position) -> Array:
         """See ``Family.forward``."""
         x = embedding_rows(self._embedding, token_ids, self._dtype)
         x = x * mx.array(self._config.embedding_scale, dtype=self._dtype)
@@ -90,14 +80,18 @@ class Gemma4:
     def _norm(self, x: Array, weight: Any) -> Array:
         return mx.fast.rms_norm(x, weight, self._config.norm_eps)
 
-    def _attention(self, index: int, layer: _Layer, x: Array, where: tuple[Pass, int]) -> Array:
+    def _attention(
+        self, index: int, layer: _Layer, x: Array, where: tuple[Pass, Position]
+    ) -> Array:
         kv, first = where
         shape, config = layer.config, self._config
         width, kv_width = config.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         cuts = [width, width + kv_width][: layer.parts - 1]
         projected = layer.projections(x)
         found: list[Array] = list(mx.split(projected, cuts, axis=-1)) if cuts else [projected]
-        queries = self._norm(heads(found[0], config.heads, shape.head_dim), layer["attn_q_norm"])
+        queries = self._norm(
+            heads(found[0], config.heads, shape.head_dim, kv.sequences), layer["attn_q_norm"]
+        )
         queries = rope(queries, shape, config, first, self._divisors)
         rows = (
             kv.shared(shape.kv_source)
@@ -106,14 +100,20 @@ class Gemma4:
         )
         return joined(self._attend(queries, rows, shape, first))
 
-    def _rows(self, index: int, layer: _Layer, found: list[Array], where: tuple[Pass, int]) -> Rows:
+    def _rows(
+        self, index: int, layer: _Layer, found: list[Array], where: tuple[Pass, Position]
+    ) -> Seen:
         kv, first = where
         shape = layer.config
-        raw = heads(found[0], shape.kv_heads, shape.head_dim)
+        raw = heads(found[0], shape.kv_heads, shape.head_dim, kv.sequences)
         keys = rope(
             self._norm(raw, layer["attn_k_norm"]), shape, self._config, first, self._divisors
         )
-        values = raw if len(found) == 1 else heads(found[1], shape.kv_heads, shape.head_dim)
+        values = (
+            raw
+            if len(found) == 1
+            else heads(found[1], shape.kv_heads, shape.head_dim, kv.sequences)
+        )
         return kv.add(index, keys, self._norm(values, None))
 
     def _feed_forward(self, layer: _Layer, x: Array) -> Array:

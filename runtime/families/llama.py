@@ -10,21 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from millpond.runtime.families.base import (
-    Attention,
-    Linear,
-    Weights,
-    embedding_rows,
-    heads,
-    joined,
-    rope,
-    rope_divisors,
-    silu_gated,
-    soft_capped,
-    stacked,
-)
+from millpond.runtime.families.attention import Attention, heads, joined, rope, rope_divisors
+from millpond.runtime.families.base import silu_gated, soft_capped
 from millpond.runtime.families.config import LayerConfig, ModelConfig
-from millpond.runtime.kv.cache import Array, Pass
+from millpond.runtime.families.linear import Linear, Weights, embedding_rows, stacked
+from millpond.runtime.kv.cache import Array
+from millpond.runtime.kv.passes import Pass, Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +43,12 @@ class Llama:
             _layer(layer, f"blk.{index}.", weights) for index, layer in enumerate(config.layers)
         ]
 
-    def forward(self, token_ids: Array, kv: Pass, first: int) -> Array:
+    def forward(self, token_ids: Array, kv: Pass, first: Position) -> Array:
         """See ``Family.forward``."""
         x = embedding_rows(self._embedding, token_ids, self._dtype)
         for index, layer in enumerate(self._layers):
-            queries, keys, values = self._heads(layer, self._normed(x, layer.attn_norm), first)
+            normed = self._normed(x, layer.attn_norm)
+            queries, keys, values = self._heads(layer, normed, (kv.sequences, first))
             rows = kv.add(index, keys, values)
             seen = self._attend(queries, rows, layer.config, first)
             x = x + layer.output(joined(seen))
@@ -70,13 +62,18 @@ class Llama:
     def _normed(self, x: Array, weight: Any) -> Array:
         return mx.fast.rms_norm(x, weight, self._config.norm_eps)
 
-    def _heads(self, layer: _Layer, x: Array, first: int) -> tuple[Array, Array, Array]:
+    def _heads(
+        self, layer: _Layer, x: Array, where: tuple[int, Position]
+    ) -> tuple[Array, Array, Array]:
+        sequences, first = where
         config, dim, kv_heads = self._config, layer.config.head_dim, layer.config.kv_heads
         cuts = [config.heads * dim, (config.heads + kv_heads) * dim]
         q, k, v = mx.split(layer.qkv(x), cuts, axis=-1)
-        queries = rope(heads(q, config.heads, dim), layer.config, config, first, self._divisors)
-        keys = rope(heads(k, kv_heads, dim), layer.config, config, first, self._divisors)
-        return queries, keys, heads(v, kv_heads, dim)
+        queries = rope(
+            heads(q, config.heads, dim, sequences), layer.config, config, first, self._divisors
+        )
+        keys = rope(heads(k, kv_heads, dim, sequences), layer.config, config, first, self._divisors)
+        return queries, keys, heads(v, kv_heads, dim, sequences)
 
 
 def _layer(config: LayerConfig, prefix: str, weights: Weights) -> _Layer:

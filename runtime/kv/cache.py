@@ -14,7 +14,6 @@ Pinned thread only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -242,36 +241,3 @@ def live_caches(layout: KvLayout, tokens_max: int) -> LiveCaches:
             else:
                 caches[layer] = WindowCache(shape, layout.sliding_window)
     return caches
-
-
-class Pass(Protocol):
-    """How one forward pass uses the caches: it adds rows and keeps them for layers that share."""
-
-    def add(self, layer: int, keys: Array, values: Array) -> Rows:
-        """Add the rows of a layer that owns K and V; return what its queries attend to."""
-
-    def shared(self, layer: int) -> Rows:
-        """Return what ``add`` returned for that layer in this pass."""
-
-
-class PrefillPass:
-    """A pass over a chunk."""
-
-    def __init__(self, caches: Mapping[int, LayerCache]) -> None:
-        self._caches = caches
-        self._rows: dict[int, Rows] = {}
-
-    def add(self, layer: int, keys: Array, values: Array) -> Rows:
-        self._rows[layer] = self._caches[layer].prefill(keys, values)
-        return self._rows[layer]
-
-    def shared(self, layer: int) -> Rows:
-        return self._rows[layer]
-
-
-class DecodePass(PrefillPass):
-    """A pass over one token."""
-
-    def add(self, layer: int, keys: Array, values: Array) -> Rows:
-        self._rows[layer] = self._caches[layer].decode(keys, values)
-        return self._rows[layer]

@@ -151,7 +151,7 @@ class SpillRoot:
         if self.problem:
             return "off"
         try:
-            with self._parent_pinned(shelf, draft):
+            with self._prefix_pinned(shelf, draft):
                 return self._store(shelf, draft)
         except (SpillFailed, OSError) as error:
             with self.guard:
@@ -249,11 +249,17 @@ class SpillRoot:
         return "parent" if standing == "parent" else None
 
     @contextmanager
-    def _parent_pinned(self, shelf: Shelf, draft: Draft) -> Iterator[None]:
-        """Room for a block is not made by evicting the block before it."""
+    def _prefix_pinned(self, shelf: Shelf, draft: Draft) -> Iterator[None]:
+        """Room for a block is not made by evicting what it is of no use without."""
+        model, names = shelf.folder.rpartition("/")[0], (draft.block.chain_hash, draft.block.parent)
         with self.guard:
-            parent = shelf.blocks.get(draft.block.parent) if shelf.is_full else None
-            pinned = (parent,) if parent is not None else ()
+            pinned = [
+                other.blocks[name]
+                for folder, other in self.index.shelves.items()
+                if folder.rpartition("/")[0] == model and (other.is_full or other is not shelf)
+                for name in names
+                if name in other.blocks
+            ]
             self.index.pin(pinned)
         try:
             yield

@@ -12,7 +12,7 @@ from anyio import CancelScope, Event, create_task_group, move_on_after, sleep
 from anyio.lowlevel import checkpoint
 from millpond.actors.gateway import Prompt
 from millpond.actors.gateway_request import TokenStream
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.errors import (
     EngineDied,
     EngineStalled,

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import xxhash
-from millpond.codecs.messages import SamplingParams, Tensor
+from millpond.codecs.choices import SamplingParams
+from millpond.codecs.messages import Tensor
 from millpond.runtime.kv.blocks import pack_tokens
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
 from millpond.runtime.steps import (

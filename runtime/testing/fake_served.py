@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from anyio import Event
 from anyio.lowlevel import checkpoint
-from millpond.codecs.messages import RestoreReport, TokenLogprob
+from millpond.codecs.choices import TokenLogprob
+from millpond.codecs.messages import RestoreReport
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.chat_messages import checked_messages
 from millpond.runtime.errors import ContextExceeded, EmptyPrompt, MillpondError, QueueFull

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 import mlx.core as mx
 import numpy as np
 from millpond.runtime.families.base import Family
-from millpond.runtime.kv.cache import DecodePass, LiveCaches, PrefillPass, live_caches
+from millpond.runtime.kv.cache import LiveCaches, live_caches
+from millpond.runtime.kv.passes import DecodePass, PrefillPass
 from millpond.runtime.model import Model
 from numpy.typing import NDArray
 

@@ -14,8 +14,15 @@ import pytest
 from millpond.actors.engine import Engine, EngineParts
 from millpond.actors.gateway import Gateway, GatewayParts, Prompt
 from millpond.actors.supervisor import House, HouseParts, open_house
+from millpond.codecs.choices import SamplingParams
 from millpond.codecs.descriptors import KvDType, LayerType
-from millpond.codecs.messages import Admit, Cancel, Loaded, RestoreReport, SamplingParams, Submit
+from millpond.codecs.messages import (
+    Admit,
+    Cancel,
+    Loaded,
+    RestoreReport,
+    Submit,
+)
 from millpond.runtime.channels import Inbox, Outbox
 from millpond.runtime.config import Limits
 from millpond.runtime.errors import (

@@ -12,15 +12,14 @@ from millpond.runtime.kv.cache import (
     FIRST_TOKENS,
     KEYS,
     VALUES,
-    DecodePass,
     LinearCache,
-    PrefillPass,
     RowError,
     RowShape,
     WindowCache,
     live_caches,
 )
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
+from millpond.runtime.kv.passes import DecodePass, PrefillPass
 
 HEADS, DIM, WINDOW = 2, 3, 8
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.errors import ModelUnreadable
 from millpond.runtime.steps import PrefillChunk, Sampled, SnapshotPlanes
 from model_bench import GREEDY, Bench, Blocks, prompt, token
@@ -118,6 +118,58 @@ def test_sequences_side_by_side_get_what_they_get_alone(bench: Bench) -> None:
         for one in result.sampled:
             found[one.sequence_id].append(one)
     assert {number: digests(all_) for number, all_ in found.items()} == alone
+
+
+@pytest.mark.parametrize(
+    "stem",
+    ["gemma3-tiny-f32", "gemma4-dense-tiny-f32", "gemma4-ple-tiny-f32", "gemma4-moe-tiny-f32"],
+)
+def test_decoding_together_is_decoding_alone_up_to_rounding(fixtures: Path, stem: str) -> None:
+    """Lengths around the window of 16: some rings wrapped, some not, all at other positions."""
+    alone = Bench.load(fixtures / f"{stem}.gguf")
+    together = alone.decoding_together(8)
+    lengths = dict(enumerate((1, 5, 15, 16, 17, 40, 300), 1))
+    shown = SamplingParams(logprobs=20)
+    for number, length in lengths.items():
+        for one in (alone, together):
+            one.good(prefills=tuple(one.chunks(prompt(length, seed=number), sequence=number)))
+    next_id = dict.fromkeys(lengths, 7)
+    for step in range(1, 25):
+        decodes = tuple(
+            replace(
+                token(Sampled(number, next_id[number]), length + step - 1, step, number),
+                sample=shown,
+            )
+            for number, length in lengths.items()
+        )
+        one, two = alone.good(decodes=decodes).sampled, together.good(decodes=decodes).sampled
+        for a, b in zip(one, two, strict=True):
+            assert a.sequence_id == b.sequence_id
+            assert a.logprob is not None and b.logprob is not None
+            values = dict(b.logprob.top)
+            for token_id, value in a.logprob.top[:10]:
+                assert values[token_id] == pytest.approx(value, abs=1e-3)
+            next_id[a.sequence_id] = a.token_id
+
+
+def test_a_bad_token_in_a_batch_fails_its_sequence_alone(loaded: Bench) -> None:
+    bench = loaded.decoding_together(4)
+    for number in (1, 2, 3, 4):
+        bench.good(prefills=tuple(bench.chunks(prompt(30), sequence=number)))
+    good = [token(Sampled(number, 5), 30, 1, number) for number in (1, 2, 3, 4)]
+    result = bench.run(decodes=(good[0], replace(good[1], position=9), *good[2:]))
+    assert list(result.failures) == [2]
+    assert [one.sequence_id for one in result.sampled] == [1, 3, 4]
+
+
+def test_two_tokens_of_a_sequence_in_one_batch_are_refused(loaded: Bench) -> None:
+    bench = loaded.decoding_together(4)
+    for number in (1, 2):
+        bench.good(prefills=tuple(bench.chunks(prompt(30), sequence=number)))
+    one, two = (token(Sampled(number, 5), 30, 1, number) for number in (1, 2))
+    result = bench.run(decodes=(one, two, one))
+    assert list(result.failures) == [1]
+    assert [found.sequence_id for found in result.sampled] == [2]
 
 
 def test_a_draw_depends_on_seed_and_step_alone(bench: Bench) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.config import RuntimeConfig
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.model import Model

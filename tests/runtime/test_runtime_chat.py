@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.api import open_runtime
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.chat_encoder import TEMPLATE_BYTES_MAX, read_template

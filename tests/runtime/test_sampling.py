@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.sampling import Draw, History, Sampler, adjusted, choose, logprob_of
 
 PROBABILITIES = (0.02, 0.4, 0.1, 0.25, 0.03, 0.2)

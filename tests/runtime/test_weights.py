@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from millpond.codecs.messages import Tensor
 from millpond.runtime.errors import ModelUnreadable
-from millpond.runtime.families.base import Dense, Packed, stacked
+from millpond.runtime.families.linear import Dense, Packed, stacked
 from millpond.runtime.weights import TensorBuilder
 
 

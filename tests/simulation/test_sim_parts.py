@@ -7,8 +7,8 @@ from collections.abc import Callable
 import anyio
 import anyio.lowlevel
 import pytest
+from millpond.codecs.choices import SamplingParams
 from millpond.codecs.descriptors import KvDType, LayerType
-from millpond.codecs.messages import SamplingParams
 from millpond.runtime.errors import EngineDied, EngineStalled
 from millpond.runtime.kv.blocks import pack_tokens
 from millpond.runtime.kv.layout import KvLayout, LayerGroup

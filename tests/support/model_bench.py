@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from millpond.codecs.messages import SamplingParams
+from millpond.codecs.choices import SamplingParams
 from millpond.runtime.config import RuntimeConfig
 from millpond.runtime.kv.blocks import pack_tokens
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
@@ -43,6 +44,12 @@ class Bench:
     def load(cls, path: Path, **more: Any) -> Bench:
         _, layout, model = load_direct(path, RuntimeConfig(model=str(path), spill=False, **more))
         return cls(model, layout)
+
+    def decoding_together(self, count: int) -> Bench:
+        """The same weights, decoding up to ``count`` sequences together."""
+        twin = copy.copy(self.model)
+        twin._decode_batch, twin._caches = count, {}
+        return Bench(twin, self.layout)
 
     def run(self, **parts: Any) -> StepResult:
         return self.model.run(Step(**parts))

@@ -13,13 +13,13 @@ from typing import Any
 import anyio
 import xxhash
 from millpond.actors.store import Store, StoreParts
+from millpond.codecs.choices import SamplingParams
 from millpond.codecs.descriptors import KvDType, LayerType
 from millpond.codecs.fingerprint import chain_root
 from millpond.codecs.messages import (
     Admit,
     Offer,
     Restore,
-    SamplingParams,
     Snapshot,
     Submit,
     ToEngine,
