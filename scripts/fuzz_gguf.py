@@ -7,7 +7,6 @@ vocabulary.  A run fails if it raises anything but millpond's own errors, uses m
 of CPU, or needs more memory than twice the file and 100 MB.
 
     scripts/fuzz_gguf.py --runs 100000 --seed 1
-
 Prints one summary line; exits 0 if every run passed, 1 if one failed (its number is printed;
 ``--only NUMBER`` repeats it alone), 2 on a bad argument.
 """

@@ -14,25 +14,19 @@ Methods marked *blocks* run on one disk thread, the same for all houses of the r
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from millpond.runtime.config import parse_bytes
-from millpond.runtime.errors import SpillFailed, SpillFull
+from millpond.runtime.errors import SpillFailed
 from millpond.runtime.kv.books import PROBE_BYTES, Books
 from millpond.runtime.kv.disk import Disk, PosixDisk
 from millpond.runtime.kv.files import (
     TEMP_SUFFIX,
     Draft,
-    file_bytes,
-    prepare,
-    publish,
     quarantine,
     trim_quarantine,
 )
@@ -41,6 +35,7 @@ from millpond.runtime.kv.journal import Journal, Kind, Record
 from millpond.runtime.kv.recovery import recover
 from millpond.runtime.kv.root_options import RootOptions, RootStatistics
 from millpond.runtime.kv.scan import Progress
+from millpond.runtime.kv.writing import FULL, BlockWriter, Refusal
 
 __all__ = ["Refusal", "RootOptions", "RootStatistics", "SpillRoot", "open_spill_root"]
 
@@ -48,8 +43,6 @@ _log = logging.getLogger(__name__)
 PROBE_S, PROBE_S_MAX = 5.0, 300.0  # first and longest wait before spilling is tried again
 JOURNAL_ENTRY_BYTES = 96  # of one block in a new journal
 EVICT_BYTES = 2**30  # evicted in one turn at open
-Refusal = Literal["off", "parent", "full"]
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class SpillRoot:
@@ -62,6 +55,7 @@ class SpillRoot:
     def __init__(self, disk: Disk, options: RootOptions) -> None:
         self.disk, self.options = disk, options
         self._books = Books(disk, options)
+        self._writer = BlockWriter(disk, options, self._books)
         # mutable state, changed only in turn_off and try_again
         self.problem = ""
         self._retry_at, self._retry_s = 0.0, PROBE_S
@@ -83,7 +77,7 @@ class SpillRoot:
                 root._recover(progress)
                 root._probe()
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise
                 root.turn_off(_reason(error), 0.0)  # what is there can still be read
         except OSError as error:
@@ -151,8 +145,7 @@ class SpillRoot:
         if self.problem:
             return "off"
         try:
-            with self._prefix_pinned(shelf, draft):
-                return self._store(shelf, draft)
+            return self._writer.store(shelf, draft)
         except (SpillFailed, OSError) as error:
             with self.guard:
                 self._books.ledger.apply(Record(Kind.RELEASE, token=self.options.token))
@@ -223,102 +216,6 @@ class SpillRoot:
         self.problem, self._retry_s = "", PROBE_S
 
     # -- inside, on the disk thread
-
-    def _store(self, shelf: Shelf, draft: Draft) -> Refusal | None:
-        try:
-            return self._reserve_and_write(shelf, draft)
-        except SpillFailed as error:
-            if error.errno not in _FULL:
-                raise
-        with self._books.transaction() as records:
-            self._books.evict(file_bytes(draft.block), records)
-        return self._reserve_and_write(shelf, draft)
-
-    def _reserve_and_write(self, shelf: Shelf, draft: Draft) -> Refusal | None:
-        books = self._books
-        try:
-            with books.transaction() as records:
-                standing = self._standing(shelf, draft)
-                if standing is None:
-                    books.make_room(file_bytes(draft.block), records)
-                    books.apply(self._record(Kind.INTENT, shelf, draft), records)
-        except SpillFull:
-            return "full"
-        if standing is None:
-            standing = self._write(shelf, draft)
-        return "parent" if standing == "parent" else None
-
-    @contextmanager
-    def _prefix_pinned(self, shelf: Shelf, draft: Draft) -> Iterator[None]:
-        """Room for a block is not made by evicting what it is of no use without."""
-        model, names = shelf.folder.rpartition("/")[0], (draft.block.chain_hash, draft.block.parent)
-        with self.guard:
-            pinned = [
-                other.blocks[name]
-                for folder, other in self.index.shelves.items()
-                if folder.rpartition("/")[0] == model and (other.is_full or other is not shelf)
-                for name in names
-                if name in other.blocks
-            ]
-            self.index.pin(pinned)
-        try:
-            yield
-        finally:
-            with self.guard:
-                self.index.unpin(pinned)
-
-    def _write(self, shelf: Shelf, draft: Draft) -> Literal["there", "parent"] | None:
-        """Write what was reserved; the intent ends here, on every path."""
-        books, is_kept = self._books, False
-        try:
-            prepare(self.disk, draft)
-            with books.transaction() as records:
-                standing = self._standing(shelf, draft)
-                if standing is None:
-                    self._publish(draft)
-                    is_kept = True
-                    books.apply(self._record(Kind.BLOCK, shelf, draft), records)
-                    with self.guard:
-                        books.ledger.doomed.pop(draft.block.path, None)
-        finally:
-            if not is_kept:
-                self._release(draft)
-        return standing
-
-    def _publish(self, draft: Draft) -> None:
-        try:
-            publish(self.disk, draft)
-        except SpillFailed:  # the rename may have taken effect nevertheless
-            self._books.discard(draft.block.path, file_bytes(draft.block))
-            raise
-
-    def _release(self, draft: Draft) -> None:
-        self._books.discard(draft.temporary, file_bytes(draft.block))
-        release = Record(Kind.RELEASE, token=self.options.token)
-        with contextlib.suppress(OSError, SpillFailed), self._books.transaction() as records:
-            self._books.apply(release, records)
-
-    def _standing(self, shelf: Shelf, draft: Draft) -> Literal["there", "parent"] | None:
-        """Tell what keeps a block from being written now."""
-        block = draft.block
-        with self.guard:
-            if block.chain_hash in shelf.blocks:
-                return "there"
-            if shelf.is_full and block.first_token and block.parent not in shelf.blocks:
-                return "parent"
-        return None
-
-    def _record(self, kind: Kind, shelf: Shelf, draft: Draft) -> Record:
-        block = draft.block
-        return Record(
-            kind,
-            shelf.folder,
-            block.chain_hash,
-            block.parent,
-            block.first_token,
-            file_bytes(block),
-            self.options.token,
-        )
 
     @property
     def _probe_path(self) -> str:
