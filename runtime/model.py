@@ -24,12 +24,15 @@ from millpond.runtime.kv.cache import (
     RowError,
     live_caches,
 )
+from millpond.runtime.kv.forks import arrays_of, cut, forked
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.kv.passes import BatchPass, DecodePass, PrefillPass
 from millpond.runtime.kv.planes import put_planes, take_planes
 from millpond.runtime.sampling import Draw, Sampler
 from millpond.runtime.steps import (
     DecodeToken,
+    Fork,
+    Hold,
     PrefillChunk,
     RestorePlanes,
     Sampled,
@@ -88,13 +91,19 @@ class Model:
     def run(self, step: Step) -> StepResult:
         """See ``Runner.run``."""
         failures: dict[int, str] = {}
+        clock = [time.perf_counter()]
+        for hold in step.holds:
+            self._hold(hold, failures)
+        for fork in step.forks:
+            self._fork(fork, failures)
         for sequence_id in step.frees:
             self._drop(sequence_id)
-        clock = [time.perf_counter()]
         for one in step.restores:
             self._restore(one, failures)
         clock.append(time.perf_counter())
-        sampled = [self._prefill(chunk, failures) for chunk in step.prefills]
+        sampled: list[Sampled] = []
+        for chunk in step.prefills:
+            sampled += self._prefill(chunk, failures)
         clock.append(time.perf_counter())
         for batch in _batches(step.decodes, self._decode_batch):
             sampled += self._decode(batch, failures)
@@ -103,7 +112,7 @@ class Model:
         clock.append(time.perf_counter())
         spent = [1e3 * (after - before) for before, after in pairwise(clock)]
         return StepResult(
-            sampled=tuple(one for one in sampled if one is not None),
+            sampled=tuple(sampled),
             snapshot_xxh3=digests,
             restore_ms=spent[0],
             prefill_ms=spent[1],
@@ -140,6 +149,26 @@ class Model:
 
     # -- the parts of a step
 
+    def _hold(self, hold: Hold, failures: dict[int, str]) -> None:
+        try:
+            caches = self._caches.get(hold.sequence_id)
+            if caches is None:
+                raise RowError(f"found no live cache, expected one to keep at {hold.tokens} tokens")
+            cut(caches, hold.tokens)
+            self._sampler.forget(hold.sequence_id)
+        except _DEVICE_ERRORS as error:
+            self._fail(hold.sequence_id, error, failures)
+
+    def _fork(self, fork: Fork, failures: dict[int, str]) -> None:
+        try:
+            source = self._caches.get(fork.source_id)
+            if source is None:
+                raise RowError(f"found no live cache, expected one with {fork.tokens} tokens")
+            self._drop(fork.target_id)
+            self._caches[fork.target_id] = forked(source, fork.tokens, fork.context_tokens)
+        except _DEVICE_ERRORS as error:
+            self._fail(fork.target_id, error, failures)
+
     def _restore(self, one: RestorePlanes, failures: dict[int, str]) -> None:
         if one.starts_over:
             self._drop(one.sequence_id)
@@ -153,9 +182,9 @@ class Model:
         except _DEVICE_ERRORS as error:
             self._fail(one.sequence_id, error, failures)
 
-    def _prefill(self, chunk: PrefillChunk, failures: dict[int, str]) -> Sampled | None:
+    def _prefill(self, chunk: PrefillChunk, failures: dict[int, str]) -> list[Sampled]:
         if chunk.sequence_id in failures:
-            return None
+            return []
         try:
             ids = self._ids(np.frombuffer(chunk.token_ids, dtype="<u4"))
             if chunk.first_token == 0:
@@ -163,15 +192,31 @@ class Model:
                 self._caches[chunk.sequence_id] = live_caches(self._layout, chunk.context_tokens)
             caches = self._cache_of(chunk.sequence_id, chunk.first_token)
             hidden = self._ready.forward(ids, PrefillPass(caches), chunk.first_token)
-            arrays = [a for cache in caches.values() for a in cache.arrays()]
             if chunk.sample is None:
-                mx.eval(arrays)
-                return None
+                mx.eval(arrays_of(caches))
+                return []
+            logits = self._ready.logits(hidden[-1:])[0]
             draw = Draw(chunk.sequence_id, chunk.sample, 0, chunk.prompt)
-            return self._sample(draw, hidden[-1:], arrays)
+            first = self._sampler.sample(draw, logits, arrays_of(caches))
         except _DEVICE_ERRORS as error:
             self._fail(chunk.sequence_id, error, failures)
-            return None
+            return []
+        return [first, *self._twins(chunk, logits, failures)]
+
+    def _twins(
+        self, chunk: PrefillChunk, logits: Array, failures: dict[int, str]
+    ) -> Iterator[Sampled]:
+        """Begin the other sequences of a prompt where its last chunk ended."""
+        caches = self._caches[chunk.sequence_id]
+        tokens = chunk.first_token + len(chunk.token_ids) // 4
+        for twin in chunk.twins:
+            try:
+                self._drop(twin.sequence_id)
+                self._caches[twin.sequence_id] = forked(caches, tokens, twin.context_tokens)
+                draw = Draw(twin.sequence_id, twin.sample, 0, chunk.prompt)
+                yield self._sampler.sample(draw, logits, [])
+            except _DEVICE_ERRORS as error:
+                self._fail(twin.sequence_id, error, failures)
 
     def _decode(self, tokens: Sequence[DecodeToken], failures: dict[int, str]) -> list[Sampled]:
         """Run one token of each sequence together; a device error fails them all."""
@@ -204,7 +249,7 @@ class Model:
             batch = BatchPass([caches for _, caches in ready])
             hidden = self._ready.forward(ids, batch, positions)
         logits = self._ready.logits(hidden)
-        arrays = [a for _, caches in ready for cache in caches.values() for a in cache.arrays()]
+        arrays = [a for _, caches in ready for a in arrays_of(caches)]
         sampled = []
         for (token, _), row in zip(ready, logits, strict=True):
             draw = Draw(token.sequence_id, token.sample, token.step)
@@ -238,9 +283,6 @@ class Model:
         if self._family is None:
             raise RuntimeError("found a step before the weights were loaded")
         return self._family
-
-    def _sample(self, draw: Draw, hidden: Array, arrays: list[Array]) -> Sampled:
-        return self._sampler.sample(draw, self._ready.logits(hidden)[0], arrays)
 
 
 def _batches(tokens: Sequence[DecodeToken], size: int) -> Iterator[Sequence[DecodeToken]]:

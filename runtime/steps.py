@@ -3,7 +3,7 @@
 The engine actor plans a ``Step`` on the event loop; a ``Runner`` executes it in one hop.  The real
 runner is ``runtime.model``; ``runtime.testing`` has a fake one.  No MLX type passes this border.
 
-Order inside a step: frees, restores, prefills, decodes, snapshots.
+Order inside a step: holds, forks, frees, restores, prefills, decodes, snapshots.
 """
 
 from __future__ import annotations
@@ -38,6 +38,45 @@ class RestorePlanes:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """A sequence ended: cut its live cache to a grid boundary and keep it, for forks.
+
+    tokens  a boundary that a fork could have; see ``Fork``
+    """
+
+    sequence_id: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Give a sequence a live cache of its own with the first rows of another one's.
+
+    tokens          rows to copy: what the source holds before it decodes, the beginning of the
+                    last chunk that it ran, or what it was held at; without sliding groups anything
+                    up to what it holds.  Any cache that the target has is replaced
+    context_tokens  tokens that the target may reach
+    """
+
+    source_id: int
+    target_id: int
+    tokens: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Another sequence of the same prompt, which begins where its last chunk ends.
+
+    It gets a fork of the cache, and its own token 0 of the same logits.
+    """
+
+    sequence_id: int
+    sample: SamplingParams
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Run the forward pass over known tokens ``[first_token, first_token + n)``.
 
@@ -46,6 +85,7 @@ class PrefillChunk:
     sample          choose token 0 of the completion from the last position's logits, or None
     context_tokens  tokens that the sequence may reach; sizes a cache made here
     prompt          the whole prompt, packed, where a repetition penalty looks at it; else empty
+    twins           of a last chunk; they fail with it
     """
 
     sequence_id: int
@@ -54,6 +94,7 @@ class PrefillChunk:
     sample: SamplingParams | None
     context_tokens: int
     prompt: bytes = b""
+    twins: tuple[Twin, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +136,13 @@ class Step:
     prefills: tuple[PrefillChunk, ...] = ()
     decodes: tuple[DecodeToken, ...] = ()
     snapshots: tuple[SnapshotPlanes, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    forks: tuple[Fork, ...] = ()
 
     def __bool__(self) -> bool:
         """True iff there is anything to do."""
         parts = (self.frees, self.restores, self.prefills, self.decodes, self.snapshots)
-        return any(parts)
+        return any((*parts, self.holds, self.forks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +163,8 @@ class Sampled:
 class StepResult:
     """What a step gave.
 
-    sampled         tokens of finished prefills, then of decodes, in the order of the step
+    sampled         tokens of finished prefills, each before those of its twins, then of decodes, in
+                    the order of the step
     snapshot_xxh3   xxh3-128 of each snapshot's payload, in order
     prefill_ms, decode_ms, snapshot_ms, restore_ms  time spent, device work included
     failures        sequence id → message; that sequence's cache is gone, the others are whole

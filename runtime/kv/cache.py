@@ -74,6 +74,15 @@ class LayerCache(Protocol):
     def put(self, which: int, first: int, rows: Array) -> None:
         """Add restored rows (kv_heads, tokens, head_dim) behind those that are there."""
 
+    def fork(self, tokens: int, tokens_max: int) -> LayerCache:
+        """Return a cache of its own with the rows before ``tokens``; raises RowError.
+
+        tokens  see ``steps.Fork``
+        """
+
+    def cut(self, tokens: int) -> None:
+        """Keep what forks need up to a boundary that a fork could have, in memory that fits."""
+
     def arrays(self) -> list[Array]:
         """Return the device arrays, for evaluation."""
 
@@ -116,6 +125,22 @@ class LinearCache:
             raise RowError(f"found rows from {first} on, expected {self._lengths[which]}")
         self._write(which, first, rows[None])
 
+    def fork(self, tokens: int, tokens_max: int) -> LinearCache:
+        found = LinearCache(self._shape, tokens_max)
+        for which, buffer in enumerate(self._buffers):
+            found._write(which, 0, _own(self._before(buffer, tokens)))
+        return found
+
+    def cut(self, tokens: int) -> None:
+        for which, buffer in enumerate(self._buffers):
+            self._buffers[which] = _own(self._before(buffer, tokens))
+            self._lengths[which] = tokens
+
+    def _before(self, buffer: Array | None, tokens: int) -> Array:
+        if buffer is None or not 0 < tokens <= self.length:
+            raise RowError(f"found {self.length} rows, expected at least {tokens}, and some")
+        return buffer[:, :, :tokens, :]
+
     def arrays(self) -> list[Array]:
         return [buffer for buffer in self._buffers if buffer is not None]
 
@@ -137,8 +162,8 @@ class WindowCache:
     """The last rows of a sliding layer.
 
     While prompts are read the rows lie in temporal order: the window before the last chunk and the
-    chunk itself, so that every block of the chunk can still be taken.  The first decode turns the
-    last ``window`` of them into a ring.
+    chunk itself, so that every block of the chunk can still be taken.  The first decode makes a
+    ring of the last ``window`` of them; they stay beside it, for forks.
     """
 
     def __init__(self, shape: RowShape, window: int) -> None:
@@ -166,7 +191,6 @@ class WindowCache:
         if not self._ring:
             self._length = self.length
             self._ring = [self._to_ring(KEYS), self._to_ring(VALUES)]
-            self._rows = [None, None]
         slot, used = self._length % self._window, min(self._length + 1, self._window)
         for which, rows in ((KEYS, keys), (VALUES, values)):
             ring = self._ring[which]
@@ -177,9 +201,36 @@ class WindowCache:
             return Rows(self._ring[0], self._ring[1], -1)
         return Rows(self._ring[0][:, :, :used, :], self._ring[1][:, :, :used, :], -1)
 
+    def fork(self, tokens: int, tokens_max: int) -> WindowCache:
+        found = WindowCache(self._shape, self._window)
+        for which in (KEYS, VALUES):
+            found._rows[which], found._first[which] = self._before(which, tokens)
+        return found
+
+    def cut(self, tokens: int) -> None:
+        for which in (KEYS, VALUES):
+            rows, first, end = self._rows[which], self._first[which], self._end(which)
+            self._before(which, tokens)  # so that a later fork there is possible
+            if rows is not None and tokens < end:
+                self._rows[which] = _own(rows[:, :, : tokens - first, :])
+        self._ring = []
+
+    def _before(self, which: int, tokens: int) -> tuple[Array, int]:
+        """Return the rows that a chunk at ``tokens`` needs, and the position of the first one.
+
+        They are shared: no operation changes rows in temporal order in place.
+        """
+        rows, first, end = self._rows[which], self._first[which], self._end(which)
+        start = max(0, tokens - (self._window - 1))
+        if tokens == end and rows is not None and tokens:
+            return rows, first
+        if rows is None or not first <= start <= tokens <= end or not tokens:
+            raise RowError(f"found rows {first} to {end}, expected {start} to {tokens}")
+        return rows[:, :, start - first : tokens - first, :], start
+
     def take(self, which: int, first: int, tokens: int) -> Array:
         rows, start = self._rows[which], self._first[which]
-        if rows is None or first < start or first + tokens > self._end(which):
+        if self._ring or rows is None or first < start or first + tokens > self._end(which):
             end = self._end(which)
             raise RowError(f"found rows {start} to {end}, expected {first} to {first + tokens}")
         return rows[0, :, first - start : first - start + tokens, :]
@@ -225,6 +276,11 @@ class WindowCache:
         if split < keep:
             ring[:, :, : keep - split, :] = last[:, :, split:, :]
         return ring
+
+
+def _own(rows: Array) -> Array:
+    """Return a copy of the same bits, so that what the rows were a part of can go."""
+    return mx.take(rows, mx.arange(rows.shape[2]), axis=2)
 
 
 LiveCaches = dict[int, LayerCache]  # by layer, those that own K and V

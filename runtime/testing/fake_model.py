@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,9 +16,11 @@ import xxhash
 from millpond.codecs.choices import SamplingParams
 from millpond.codecs.messages import Tensor
 from millpond.runtime.kv.blocks import pack_tokens
-from millpond.runtime.kv.layout import KvLayout, LayerGroup
+from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.steps import (
     DecodeToken,
+    Fork,
+    Hold,
     PrefillChunk,
     RestorePlanes,
     Sampled,
@@ -27,8 +28,8 @@ from millpond.runtime.steps import (
     Step,
     StepResult,
 )
+from millpond.runtime.testing.fake_caches import GroupCache
 from millpond.runtime.testing.fake_rows import (
-    Bytes,
     Shape,
     chosen_token,
     chunk_rows,
@@ -42,7 +43,7 @@ class ModelFault(msgspec.Struct, frozen=True, kw_only=True):
 
     step  number of the step, from 0
     kind  sequence: one sequence of the step fails, its cache is gone; restore: the same, but only
-          if the step restores; bug: the step raises ModelBug
+          if the step restores or forks; bug: the step raises ModelBug
     """
 
     step: int
@@ -51,55 +52,6 @@ class ModelFault(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelBug(ArithmeticError):
     """What a bug on the pinned thread raises; it must end the house."""
-
-
-class GroupCache:
-    """The live rows of one sequence and group: (planes, kv_heads, slots, bytes of head_dim)."""
-
-    def __init__(self, group: LayerGroup, window: int, context_tokens: int) -> None:
-        self._ring = 0 if group.is_full else window
-        width = group.head_dim * group.dtype.elem_bytes
-        slots = self._ring or context_tokens
-        # mutable state, changed only in put
-        self._rows = np.zeros((group.planes, group.kv_heads, slots, width), np.uint8)
-        self._chunk: tuple[int, Bytes] = (0, self._rows[:, :, :0])
-        self._restored: dict[int, int] = {}  # plane → end of its restored rows
-
-    def put(self, planes: slice, first: int, rows: Bytes) -> None:
-        """Write rows of positions [first, first + tokens); a chunk stays whole for its blocks."""
-        tokens = rows.shape[2]
-        if planes == slice(None):
-            self._chunk = (first, rows)
-        kept = min(tokens, self._ring) if self._ring else tokens
-        slots = self._slots(first + tokens - kept, first + tokens)
-        self._rows[planes, :, slots] = rows[:, :, tokens - kept :]
-
-    def restore(self, planes: slice, first: int, rows: Bytes) -> bool:
-        """Write restored rows; False if they do not continue those that were restored before."""
-        end = self._restored.get(planes.start, first if self._ring else 0)
-        for plane in range(planes.start, planes.stop):
-            self._restored[plane] = first + rows.shape[2]
-        self.put(planes, first, rows)
-        return first == end
-
-    def seen(self, end: int) -> bytes:
-        """Return what attention sees before position ``end``, in logical order."""
-        slots = self._slots(max(0, end - self._ring) if self._ring else 0, end)
-        return self._rows[:, :, slots].tobytes()
-
-    def take(self, planes: slice, first: int, tokens: int) -> bytes:
-        """Return the planes of a block of the last chunk, or of any block in a full group."""
-        start, chunk = self._chunk
-        if self._ring and start <= first and first + tokens <= start + chunk.shape[2]:
-            return chunk[planes, :, first - start : first - start + tokens].tobytes()
-        return self._rows[planes, :, self._slots(first, first + tokens)].tobytes()
-
-    def _slots(self, first: int, end: int) -> Any:
-        if not self._ring:
-            return slice(first, end)
-        if first // self._ring == (end - 1) // self._ring:
-            return slice(first % self._ring, first % self._ring + end - first)
-        return np.arange(first, end) % self._ring
 
 
 class FakeModel:
@@ -145,15 +97,21 @@ class FakeModel:
         if fault == "bug":
             self.injected["model bug"] += 1
             raise ModelBug("a bug on the pinned thread")
+        failures = self._failures(fault, step)
+        for hold in step.holds:
+            self._hold(hold)
+        for fork in step.forks:
+            if fork.target_id not in failures:
+                self._fork(fork)
         for sequence_id in step.frees:
             self._drop(sequence_id)
-        failures = self._failures(fault, step)
         for restore in step.restores:
             if restore.sequence_id not in failures:
                 self._restore(restore)
-        sampled = [
-            self._prefill(chunk) for chunk in step.prefills if chunk.sequence_id not in failures
-        ]
+        sampled: list[Sampled] = []
+        for chunk in step.prefills:
+            if chunk.sequence_id not in failures:
+                sampled += self._prefill(chunk)
         sampled += [
             self._decode(token) for token in step.decodes if token.sequence_id not in failures
         ]
@@ -163,11 +121,11 @@ class FakeModel:
         self.most_caches = max(self.most_caches, len(self.caches))
         for sequence_id in failures:
             self._drop(sequence_id)
-        chosen = tuple(one for one in sampled if one is not None)
-        return StepResult(chosen, tuple(digests), failures=failures)
+        return StepResult(tuple(sampled), tuple(digests), failures=failures)
 
     def _failures(self, fault: str, step: Step) -> dict[int, str]:
         restoring = [one.sequence_id for one in step.restores]
+        restoring += [one.target_id for one in step.forks]
         running = [one.sequence_id for one in step.prefills]
         running += [one.sequence_id for one in step.decodes]
         victims = {"sequence": running, "restore": restoring}.get(fault, [])
@@ -190,6 +148,18 @@ class FakeModel:
             for group in layout.groups
         }
 
+    def _hold(self, hold: Hold) -> None:
+        caches = self.caches[hold.sequence_id]
+        cut = {index: cache.fork(hold.tokens, hold.tokens) for index, cache in caches.items()}
+        self.caches[hold.sequence_id] = cut
+        self._contexts.pop(hold.sequence_id, None)
+
+    def _fork(self, fork: Fork) -> None:
+        caches = self.caches[fork.source_id]
+        self.caches[fork.target_id] = {
+            index: cache.fork(fork.tokens, fork.context_tokens) for index, cache in caches.items()
+        }
+
     def _restore(self, one: RestorePlanes) -> None:
         if one.starts_over:
             self._drop(one.sequence_id)
@@ -204,19 +174,25 @@ class FakeModel:
         continues = caches[one.group].restore(planes, one.first_token, rows)
         assert continues or one.sequence_id in self._hurt, "restored rows continue those before"
 
-    def _prefill(self, chunk: PrefillChunk) -> Sampled | None:
-        if chunk.first_token == 0:
-            self._drop(chunk.sequence_id)
-            self.caches[chunk.sequence_id] = self._new_caches(chunk.context_tokens)
-        end = chunk.first_token + len(chunk.token_ids) // 4
-        seen = self._seen(chunk.sequence_id, chunk.first_token)
-        state = chunk_state(self._weights, range(chunk.first_token, end), seen)
+    def _prefill(self, chunk: PrefillChunk) -> list[Sampled]:
+        who, first = chunk.sequence_id, chunk.first_token
+        if first == 0:
+            self._drop(who)
+            self.caches[who] = self._new_caches(chunk.context_tokens)
+        end = first + len(chunk.token_ids) // 4
+        state = chunk_state(self._weights, range(first, end), self._seen(who, first))
         rows = chunk_rows(self._shape, state, chunk.token_ids)
-        self._put(chunk.sequence_id, chunk.first_token, rows)
-        self._contexts[chunk.sequence_id] = (state, chunk.token_ids)
+        for group in self._shape.layout.groups:
+            self.caches[who][group.index].prefill(first, self._shape.rows(group, rows))
+        self._contexts[who] = (state, chunk.token_ids)
         if chunk.sample is None:
-            return None
-        return self._sample(chunk.sequence_id, end, chunk.sample)
+            return []
+        sampled = [self._sample(who, end, chunk.sample)]
+        for twin in chunk.twins:
+            self._fork(Fork(who, twin.sequence_id, end, twin.context_tokens))
+            self._contexts[twin.sequence_id] = self._contexts[who]
+            sampled.append(self._sample(twin.sequence_id, end, twin.sample))
+        return sampled
 
     def _decode(self, token: DecodeToken) -> Sampled:
         state, ids = self._contexts[token.sequence_id]
