@@ -30,6 +30,7 @@ _CONFIG_FIELDS = (
     "durability",
     "blas_threads",
     "chat_template",
+    "deterministic",
 )
 _SAMPLING_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 _DESCRIPTION = "Run local language models whose KV cache survives restarts."

@@ -81,6 +81,11 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
 def _add_bounds(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--queue-max", type=_count, metavar="N", help="requests per model, 256")
     group.add_argument("--batch-max", type=_count, metavar="N", help="sequences at once, 8")
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="decode sequences one by one: an answer does not depend on what runs beside it",
+    )
     group.add_argument("--request-max", type=float, metavar="S", help="time of a request, 3600")
     group.add_argument("--drain", type=float, metavar="S", help="time to end after SIGTERM, 30")
 
