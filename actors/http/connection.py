@@ -20,6 +20,7 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
+import h11
 from anyio import (
     BrokenResourceError,
     CancelScope,
@@ -39,6 +40,7 @@ from hypercorn.config import Config
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError, H11Protocol
 from hypercorn.typing import ConnectionState
+from millpond.actors.http.problems import ApiError
 from millpond.actors.http.settings import HttpSettings
 
 READ_BYTES = 2**16
@@ -47,6 +49,8 @@ LINGER_BYTES_MAX = 2**26
 """What is read and thrown away of a body that was refused; more is cut off."""
 APP_QUEUE = 4
 """Parts of a body that wait for the application; each is one read."""
+_NO_HTTP = "what came is no HTTP/1.1 request"
+_REASONS = {431: "the head is too large", 501: "the transfer encoding is none that is known"}
 _BROKEN = (BrokenResourceError, ClosedResourceError, EndOfStream, OSError)
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 Put = Callable[[dict[str, Any]], Awaitable[None]]
@@ -90,7 +94,7 @@ class Connection:
         """Serve until the connection and its last request ended."""
         try:
             async with create_task_group() as group:
-                protocol: Any = H11Protocol(
+                protocol: Any = _Protocol(
                     self._app,  # type: ignore[arg-type]
                     self._config,
                     self._context,  # type: ignore[arg-type]
@@ -179,6 +183,21 @@ class Connection:
             if scope.cancelled_caught:
                 self._reading.cancel()
                 return
+
+
+class _Protocol(H11Protocol):
+    """Hypercorn's HTTP/1.1, with errors that have a body."""
+
+    async def _send_error_response(self, status_code: int) -> None:
+        """Refuse what is no request; ``status_code`` is h11's."""
+        error = ApiError(status_code, "invalid_http", _REASONS.get(status_code, _NO_HTTP))
+        body = error.encoded("openai")
+        headers = [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+        await self._send_h11_event(
+            h11.Response(status_code=status_code, headers=[*error.headers(), *headers])
+        )
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
 
 
 class _Flag:

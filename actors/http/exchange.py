@@ -44,6 +44,7 @@ class Exchange:
         self.record, self.settings = record, settings
         self.form: Form = "anthropic" if record.path.startswith("/v1/messages") else "openai"
         # mutable state, changed only by the serving task, but for ``cut``
+        self.origin = ""  # of the page that calls and may read the answer; set once, by Front
         self.started = False
         self._body_read = False
         self._work: CancelScope | None = None
@@ -184,6 +185,12 @@ class Exchange:
         self.started = True
         self.record.status = status
         headers.append((b"x-request-id", self.record.id.encode()))
+        if self.origin:
+            headers += [
+                (b"access-control-allow-origin", self.origin.encode("latin-1")),
+                (b"access-control-expose-headers", b"x-request-id, server-timing, retry-after"),
+                (b"vary", b"origin"),
+            ]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def start_events(self) -> None:

@@ -30,6 +30,14 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 """Paths that need no key: the page itself holds no data, and probes have none to show."""
 Routes = Callable[[Exchange], Awaitable[None]]
+_PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, POST"),
+    (
+        b"access-control-allow-headers",
+        b"authorization, content-type, x-api-key, x-request-id, anthropic-version",
+    ),
+    (b"access-control-max-age", b"600"),
+)
 
 
 class Front:
@@ -81,6 +89,10 @@ class Front:
 
     async def _serve(self, exchange: Exchange) -> None:
         try:
+            self._check_host(exchange)
+            if _is_preflight(exchange):  # browsers send no key with it
+                await exchange.respond(b"", status=204, headers=_PREFLIGHT)
+                return
             self._check(exchange)
             await self._routes(exchange)
         except ClientGone:
@@ -94,15 +106,21 @@ class Front:
             internal = ApiError(500, "internal_error", "an internal error; the log has its place")
             await exchange.refuse(internal)
 
-    def _check(self, exchange: Exchange) -> None:
-        """Raise ApiError for a request that may not come in."""
+    def _check_host(self, exchange: Exchange) -> None:
+        """Raise ApiError for a name that is not ours, and for pages that may not call."""
         settings = self._settings
         host = exchange.header(b"host")
         if settings.hosts and _name(host) not in settings.hosts:
             raise ApiError(403, "host_forbidden", "the Host header names another server")
         origin = exchange.header(b"origin")
-        if origin and origin not in settings.origins and origin.partition("://")[2] != host:
+        if origin in settings.origins or (origin and "*" in settings.origins):
+            exchange.origin = origin
+        elif origin and origin.partition("://")[2] != host:
             raise ApiError(403, "origin_forbidden", "pages of this origin may not call")
+
+    def _check(self, exchange: Exchange) -> None:
+        """Raise ApiError for a request that may not come in."""
+        settings = self._settings
         if settings.api_key and exchange.record.path not in OPEN_PATHS:
             given = exchange.header(b"x-api-key") or exchange.header(b"authorization")
             given = given.removeprefix("Bearer ").strip()
@@ -131,6 +149,12 @@ def _record(scope: Scope) -> RequestRecord:
         started_s=current_time(),
         started_at=time.time(),
     )
+
+
+def _is_preflight(exchange: Exchange) -> bool:
+    """Tell whether a browser asks if a page may call, which was checked."""
+    asks = exchange.record.method == "OPTIONS" and bool(exchange.origin)
+    return asks and bool(exchange.header(b"access-control-request-method"))
 
 
 def _name(host: str) -> str:

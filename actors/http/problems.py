@@ -62,6 +62,7 @@ class ApiError(Exception):
     message  for people; never a prompt's text
     param    the field of the body that is at fault, or None
     retry_s  seconds after which another try makes sense, or None
+    allow    methods that the path has, where another one was used
     """
 
     status: int
@@ -69,6 +70,7 @@ class ApiError(Exception):
     message: str
     param: str | None = None
     retry_s: int | None = None
+    allow: str = ""
 
     def body(self, form: Form) -> dict[str, Any]:
         """Return the JSON body in OpenAI's or Anthropic's form."""
@@ -94,6 +96,8 @@ class ApiError(Exception):
         found = [(b"content-type", b"application/json")]
         if self.retry_s is not None:
             found.append((b"retry-after", str(self.retry_s).encode()))
+        if self.allow:
+            found.append((b"allow", self.allow.encode()))
         if self.status == HTTPStatus.UNAUTHORIZED:
             found.append((b"www-authenticate", b"Bearer"))
         return found

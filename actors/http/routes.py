@@ -84,7 +84,12 @@ def make_app(services: Services) -> Front:
 def _routing_error(error: HTTPException, exchange: Exchange) -> ApiError:
     record = exchange.record
     if error.status_code == 405:
-        return ApiError(405, "method_not_allowed", f"{record.method} is not allowed here")
+        return ApiError(
+            405,
+            "method_not_allowed",
+            f"{record.method:.20} is not allowed here",
+            allow=(error.headers or {}).get("Allow", ""),
+        )
     return ApiError(404, "not_found", f"no route for {record.method} {record.path:.200}")
 
 

@@ -219,7 +219,8 @@ async def test_a_head_too_large_is_refused(start: Any) -> None:
     async with start(head_bytes_max=1000) as running:
         stream = await connected(running)
         await stream.send(request("/health", x=("y" * 200_000)))
-        assert (await read_all(stream)).startswith(b"HTTP/1.1 4")
+        data = await read_all(stream)
+        assert data.startswith(b"HTTP/1.1 431") and b'"code":"invalid_http"' in data
 
 
 async def test_an_idle_connection_is_closed(start: Any) -> None:
@@ -302,7 +303,32 @@ async def test_no_web_page_of_another_origin_or_name_gets_in(start: Any) -> None
         assert (await get("/v1/models", headers={"origin": "https://evil"})).status_code == 403
         assert (await get("/v1/models", headers={"origin": "null"})).status_code == 403
         assert (await get("/v1/models", headers={"origin": running.url})).status_code == 200
-        assert (await get("/v1/models", headers={"origin": "https://mine"})).status_code == 200
+        mine = {"origin": "https://mine"}
+        response = await get("/v1/models", headers=mine)
+        assert response.headers["access-control-allow-origin"] == "https://mine"
+        refused = await running.post("/v1/completions", {"prompt": 5}, headers=mine)
+        assert refused.status_code == 400 and "access-control-allow-origin" in refused.headers
+        assert "access-control-allow-origin" not in (await get("/v1/models")).headers
+
+
+async def test_a_browser_asks_before_a_page_that_may_call_does(start: Any) -> None:
+    async with start(origins=("https://mine",), api_key="key") as running:
+        asks = {"origin": "https://mine", "access-control-request-method": "POST"}
+        response = await running.client.options("/v1/completions", headers=asks)
+        assert response.status_code == 204
+        assert response.headers["access-control-allow-origin"] == "https://mine"
+        assert "authorization" in response.headers["access-control-allow-headers"]
+        asks["origin"] = "https://evil"
+        assert (await running.client.options("/v1/completions", headers=asks)).status_code == 403
+        plain = await running.client.options("/v1/completions")
+        assert plain.status_code == 401
+
+
+async def test_a_wrong_method_is_told_the_right_ones(start: Any) -> None:
+    async with start() as running:
+        response = await running.client.get("/v1/completions")
+        assert response.status_code == 405 and response.headers["allow"] == "POST"
+        assert response.json()["error"]["code"] == "method_not_allowed"
 
 
 async def test_stopping_lets_a_stream_finish_and_refuses_new_requests(start: Any) -> None:
