@@ -143,7 +143,7 @@ def _content(path: str) -> dict[str, Any]:
         return {_TEXTS[path]: {"schema": {"type": "string"}}}
     fields = _ANSWERS[path]
     properties = {name: {"type": kind} for name, kind in fields.items()}
-    schema = {"type": "object", "required": list(fields), "properties": properties}
+    schema: dict[str, Any] = _object(properties)
     found: dict[str, Any] = {"application/json": {"schema": schema}}
     if path in _STREAMED:
         found["text/event-stream"] = {}
@@ -156,7 +156,7 @@ def _refusal(kind: str, text: str) -> dict[str, Any]:
 
 
 def _error() -> dict[str, Any]:
-    fields = {
+    fields: dict[str, Any] = {
         "message": {"type": "string"},
         "type": {"type": "string"},
         "param": {"type": ["string", "null"]},
