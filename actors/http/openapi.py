@@ -128,7 +128,7 @@ def _write(path: str, body: str) -> dict[str, Any]:
 
 def _responses(path: str) -> dict[str, Any]:
     kind = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-    found = {
+    found: dict[str, Any] = {
         status: {"$ref": f"#/components/responses/{kind}{status}"}
         for status in _REFUSALS
         if not (status == "503" and path in _HEALTH)
