@@ -48,6 +48,10 @@ from millpond.runtime.kv.blocks import block_chain, pack_tokens
 from millpond.runtime.threads import Worker
 
 
+def _no_schema(schema: str) -> None:
+    raise InvalidParameter("json_schema: this model cannot be held to one")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
     """What a gateway is made of.
@@ -59,6 +63,8 @@ class GatewayParts:
     context_tokens  tokens that prompt and completion may reach
     limits          bounds
     clock           monotonic seconds
+    check_schema    raises InvalidParameter for a JSON schema that answers cannot be held to; runs
+                    on ``thread``
     """
 
     tokenizer: GatewayTokenizer
@@ -70,6 +76,7 @@ class GatewayParts:
     context_tokens: int
     limits: Limits
     clock: Callable[[], float]
+    check_schema: Callable[[str], None] = _no_schema
 
 
 _DEFAULT_SAMPLING = SamplingParams()
@@ -205,6 +212,8 @@ class Gateway:
     def _prepare(self, prompt: Prompt, sampling: SamplingParams) -> Submit:
         """On the worker thread: tokenise, check, hash."""
         parts = self._parts
+        if sampling.json_schema:
+            parts.check_schema(sampling.json_schema)
         ids = self._token_ids(prompt.content)
         if len(ids) >= parts.context_tokens:
             raise ContextExceeded(

@@ -31,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                   and once for each time
     logit_bias    added to the logits of these ids, -100 to 100
     logprobs      return the log-probability of each token and of this many best ones; None: none
+    json_schema   text of a JSON schema that the completion is held to; "" for none
     """
 
     max_tokens: Positive = 256
@@ -47,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=1024)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    json_schema: Annotated[str, msgspec.Meta(max_length=2**17)] = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,6 +25,7 @@ from millpond.runtime.chat_encoder import ChatEncoder, read_template
 from millpond.runtime.config import Limits, RuntimeConfig
 from millpond.runtime.errors import EngineError, ModelError, SpillError
 from millpond.runtime.gguf_file import GgufFile
+from millpond.runtime.guidance import Guides
 from millpond.runtime.identify import identify
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.layout import KvLayout
@@ -143,7 +144,9 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         numerics = await threads.engine.call(partial(numerics_identity, config), warm_s)
         named = partial(_identify, file, config, numerics)
         identity, layout, tokenizer, chats = await threads.host.call(named)
-        runner = await threads.engine.call(partial(_make_runner, identity, layout, config), warm_s)
+        guides = Guides(tokenizer)
+        make = partial(_make_runner, identity, layout, config, guides)
+        runner = await threads.engine.call(make, warm_s)
     except BaseException:
         file.close()
         raise
@@ -172,7 +175,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         threads=threads,
         shared=shared,
         pools=pools,
-        gateway=_gateway(config, identity, tokenizer, threads),
+        gateway=_gateway(config, identity, (tokenizer, guides), threads),
         store=_store(config, (identity, layout), shared, pools),
         engine=engine,
         loader=Loader(file, identity, weights, threads.host),
@@ -199,12 +202,14 @@ def _identify(
     return identity, layout, tokenizer, chats
 
 
-def _make_runner(identity: ModelIdentity, layout: KvLayout, config: RuntimeConfig) -> Runner:
+def _make_runner(
+    identity: ModelIdentity, layout: KvLayout, config: RuntimeConfig, guides: Guides
+) -> Runner:
     """On the pinned thread: MLX is imported there first, with its BLAS in place."""
     from millpond.runtime.model import Model
 
     decode_batch = 1 if config.deterministic else max(1, config.limits.sequences_max)
-    return Model(identity, layout, decode_batch)
+    return Model(identity, layout, decode_batch, guides)
 
 
 def _slot_bytes(layout: KvLayout, limits: Limits) -> int:
@@ -241,11 +246,15 @@ def _pools(layout: KvLayout, limits: Limits) -> tuple[StagingPool, StagingPool, 
 
 
 def _gateway(
-    config: RuntimeConfig, identity: ModelIdentity, tokenizer: Tokenizer, threads: Threads
+    config: RuntimeConfig,
+    identity: ModelIdentity,
+    texts: tuple[Tokenizer, Guides],
+    threads: Threads,
 ) -> Gateway:
     return Gateway(
         GatewayParts(
-            tokenizer=tokenizer,
+            tokenizer=texts[0],
+            check_schema=texts[1].check,
             thread=threads.host,
             fingerprint=identity.fingerprint,
             guard=identity.guard,

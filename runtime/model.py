@@ -17,13 +17,9 @@ from millpond.runtime.families.gemma3 import Gemma3
 from millpond.runtime.families.gemma4 import Gemma4
 from millpond.runtime.families.linear import Weights
 from millpond.runtime.families.llama import Llama
+from millpond.runtime.guidance import GuideError, Guides
 from millpond.runtime.identity import ModelIdentity
-from millpond.runtime.kv.cache import (
-    Array,
-    LiveCaches,
-    RowError,
-    live_caches,
-)
+from millpond.runtime.kv.cache import Array, LiveCaches, RowError, live_caches
 from millpond.runtime.kv.forks import arrays_of, cut, forked
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.kv.passes import BatchPass, DecodePass, PrefillPass
@@ -59,7 +55,13 @@ class Model:
                   bit whatever runs beside it, more: up to rounding
     """
 
-    def __init__(self, identity: ModelIdentity, layout: KvLayout, decode_batch: int = 1) -> None:
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        layout: KvLayout,
+        decode_batch: int = 1,
+        guides: Guides | None = None,
+    ) -> None:
         self._identity, self._layout, self._decode_batch = identity, layout, decode_batch
         self._config = identity.config
         self._compute = getattr(mx, identity.numerics.compute_dtype)
@@ -67,7 +69,7 @@ class Model:
         self._builder = TensorBuilder(self._compute)
         self._family: Family | None = None
         self._caches: dict[int, LiveCaches] = {}
-        self._sampler = Sampler(self._config.suppress_tokens)
+        self._sampler = Sampler(self._config.suppress_tokens, guides)
 
     def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
         """See ``Runner.load_rows``."""
@@ -233,13 +235,15 @@ class Model:
                     ready.pop(token.sequence_id, None)
                     self._fail(token.sequence_id, error, failures)
         try:
-            return self._decode_ready(list(ready.values())) if ready else []
+            return self._decode_ready(list(ready.values()), failures) if ready else []
         except _DEVICE_ERRORS as error:
             for sequence_id in ready:
                 self._fail(sequence_id, error, failures)
             return []
 
-    def _decode_ready(self, ready: Sequence[tuple[DecodeToken, LiveCaches]]) -> list[Sampled]:
+    def _decode_ready(
+        self, ready: Sequence[tuple[DecodeToken, LiveCaches]], failures: dict[int, str]
+    ) -> list[Sampled]:
         ids = mx.array([token.token_id for token, _ in ready], dtype=mx.uint32)
         token, caches = ready[0]
         if len(ready) == 1:
@@ -253,7 +257,11 @@ class Model:
         sampled = []
         for (token, _), row in zip(ready, logits, strict=True):
             draw = Draw(token.sequence_id, token.sample, token.step)
-            sampled.append(self._sampler.sample(draw, row, arrays))
+            try:
+                sampled.append(self._sampler.sample(draw, row, arrays))
+            except GuideError as error:  # the others know nothing of its schema
+                self._fail(token.sequence_id, error, failures)
+                continue
             arrays = []  # evaluated along with the first token
         return sampled
 

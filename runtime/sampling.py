@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import xxhash
 from millpond.codecs.choices import SamplingParams, TokenLogprob
+from millpond.runtime.guidance import Guide, GuideError, Guides
 from millpond.runtime.steps import Sampled
 
 _LOGIT_MAX = 3e38  # just inside float32: the difference of two infinities would be no number
@@ -50,23 +51,39 @@ class History:
 class Sampler:
     """Seeds and histories of the live sequences."""
 
-    def __init__(self, suppressed: tuple[int, ...]) -> None:
+    def __init__(self, suppressed: tuple[int, ...], guides: Guides | None = None) -> None:
+        """Begin with none.
+
+        suppressed  ids that are never chosen
+        guides      of this model's tokenizer; None: no answer can be held to a schema
+        """
         self._suppressed = mx.array(suppressed, dtype=mx.uint32) if suppressed else None
+        self._guides = guides
         # mutable state, changed only in the methods
         self._seeds: dict[int, int] = {}
         self._histories: dict[int, History] = {}
+        self._guided: dict[int, Guide] = {}
 
     def sample(self, draw: Draw, logits: Any, arrays: list[Any]) -> Sampled:
-        """Choose a token from raw float32 logits (V,), and evaluate ``arrays`` along with it."""
+        """Choose a token from raw float32 logits (V,), and evaluate ``arrays`` along with it.
+
+        Raises GuideError if the request's schema allows no token.
+        """
         sampling, raw = draw.sampling, logits
         history = self._history(draw)
         logits = adjusted(logits, sampling, history)
         if self._suppressed is not None:
             logits = _put(logits, self._suppressed, mx.array(-mx.inf))
+        guide = self._guide_of(draw)
+        if guide is not None:
+            allowed = guide.allowed(logits.shape[0])
+            logits = mx.where(mx.array(allowed), logits, -mx.inf)
         chosen = choose(logits, sampling, self._seed_of(draw), draw.step)
         mx.eval(chosen, raw, logits, arrays)
         token_id = int(chosen.item())
         history.completion[token_id] += 1
+        if guide is not None:
+            guide.take(token_id)
         count = sampling.logprobs
         return Sampled(
             draw.sequence_id,
@@ -79,17 +96,28 @@ class Sampler:
         """Drop what is known of a sequence."""
         self._seeds.pop(sequence_id, None)
         self._histories.pop(sequence_id, None)
+        self._guided.pop(sequence_id, None)
 
     def clear(self) -> None:
         """Drop everything."""
         self._seeds.clear()
         self._histories.clear()
+        self._guided.clear()
 
     def _history(self, draw: Draw) -> History:
         if draw.step == 0:
             prompt = np.unique(np.frombuffer(draw.prompt, dtype="<u4")).tolist()
             self._histories[draw.sequence_id] = History(frozenset(prompt))
         return self._histories.setdefault(draw.sequence_id, History())
+
+    def _guide_of(self, draw: Draw) -> Guide | None:
+        if not draw.sampling.json_schema:
+            return None
+        if draw.step == 0:
+            if self._guides is None:
+                raise GuideError("json_schema: found no guides")
+            self._guided[draw.sequence_id] = self._guides.start(draw.sampling.json_schema)
+        return self._guided[draw.sequence_id]
 
     def _seed_of(self, draw: Draw) -> int:
         if draw.sampling.seed is not None:
@@ -148,12 +176,13 @@ def choose(logits: Any, sampling: SamplingParams, seed: int, step: int) -> Any:
 
 
 def logprob_of(logits: Any, token_id: int, count: int) -> TokenLogprob:
-    """Return the log-probability of a chosen id and of the ``count`` best ones."""
+    """Return the log-probability of a chosen id and of the ``count`` best that may be chosen."""
     values: Any = np.array(logits, dtype=np.float64)
     top = float(values.max())
     values -= top + np.log(np.exp(values - top).sum())
     best: Any = np.argpartition(-values, min(count, len(values) - 1))[:count] if count else []
-    ranked = sorted(((int(i), float(values[i])) for i in best), key=lambda one: (-one[1], one[0]))
+    found = [(int(i), float(values[i])) for i in best if np.isfinite(values[i])]
+    ranked = sorted(found, key=lambda one: (-one[1], one[0]))
     return TokenLogprob(logprob=float(values[token_id]), top=tuple(ranked))
 
 

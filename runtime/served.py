@@ -15,6 +15,7 @@ from millpond.runtime.chat import ChatOptions
 from millpond.runtime.chat_defaults import default_template
 from millpond.runtime.chat_encoder import ChatEncoder
 from millpond.runtime.errors import ContextExceeded, InvalidParameter
+from millpond.runtime.guidance import can_guide
 from millpond.runtime.results import Completion, StreamedToken
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class ServedModel(Protocol):
     end_ids          ids that end a completion
     template         Jinja source of the chat template, ``""`` for none
     can_pin          whether ``Ask.pin`` is honoured
+    can_guide        whether ``SamplingParams.json_schema`` is
     """
 
     @property
@@ -123,6 +125,8 @@ class ServedModel(Protocol):
     def template(self) -> str: ...
     @property
     def can_pin(self) -> bool: ...
+    @property
+    def can_guide(self) -> bool: ...
     @property
     def fingerprint(self) -> str: ...
 
@@ -175,6 +179,7 @@ class RuntimeModel:
         self.template = runtime.chat_template or default
         self.fingerprint = identity.fingerprint.hex()
         self.can_pin = "pin" in inspect.signature(runtime.stream).parameters
+        self.can_guide = can_guide()
         # every character of a text takes a byte of some token at least
         self._characters_max = self.context_tokens * token_bytes_max
         self._special = {value: text for text, value in tokenizer.control_texts.items()}

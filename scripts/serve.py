@@ -13,7 +13,7 @@ _MODELS = ("--model", "--models", "-h", "--help")
 def main(arguments: list[str]) -> int:
     """Run the script; does not return once the server runs."""
     try:
-        python = prepare([*base_extras(), "http"])
+        python = prepare([*base_extras(), "http", "schema"])
         if not any(one.partition("=")[0] in _MODELS for one in arguments):
             arguments = ["--model", str(demo_model(python)), *arguments]
     except SetupFailed as error:

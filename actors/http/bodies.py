@@ -93,6 +93,8 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     stop_sequences: list[str] = []
     tools: list[dict[str, Any]] = []
     tool_choice: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
     cache_salt: Salt = ""
     no_store: bool = False
 
@@ -154,7 +156,6 @@ _IGNORED = frozenset(
         "container",
         "context_management",
         "mcp_servers",
-        "output_config",
         "inference_geo",
     )
 )
@@ -171,7 +172,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "n": (1,),
     "logprobs": (False,),
-    "output_format": (),
 }
 BodyKind = TypeVar("BodyKind")
 

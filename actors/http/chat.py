@@ -10,6 +10,7 @@ from millpond.actors.http.answering import Job, Services, answer
 from millpond.actors.http.bodies import ChatBody, parse
 from millpond.actors.http.chat_input import checked_tools, messages_for, wants_tools
 from millpond.actors.http.exchange import Exchange
+from millpond.actors.http.formats import schema_of
 from millpond.actors.http.generation import Choice
 from millpond.actors.http.logprobs import Logprobs
 from millpond.actors.http.problems import invalid, unsupported
@@ -27,14 +28,16 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     limit = services.settings.choices_max
     if body.n > limit:
         raise invalid("n", f"n: found {body.n}, expected at most {limit}")
-    _check_format(body.response_format)
     tools = checked_tools(body.tools, services.settings.tools_max)
     if not wants_tools(body.tool_choice):
         tools = []
+    schema = schema_of(body.response_format, bool(tools))
 
     async def prepare(model: ServedModel) -> tuple[Sequence[Choice], ChatAnswer]:
         if tools and not knows_tools(model.template):
             raise unsupported("tools", "the chat template of this model has no tools")
+        if schema and not model.can_guide:
+            raise unsupported("response_format", "it needs the schema extra, not installed here")
         ids = await model.encode_chat(
             messages_for(model.template, body.messages),
             ChatOptions(tools=tools, variables=body.chat_template_kwargs),
@@ -47,7 +50,9 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
                 no_store=body.no_store,
                 pin=body.pin,
             )
-            for params in sampling_of(body, body.max_completion_tokens or model.context_tokens)
+            for params in sampling_of(
+                body, body.max_completion_tokens or model.context_tokens, schema
+            )
         ]
         choices = [Choice(index, ask, index == 0) for index, ask in enumerate(asks)]
         head = forms.AnswerHead(
@@ -65,16 +70,6 @@ def turn_reader(model: ServedModel, with_tools: bool) -> TurnReader:
     regions = regions_of(model.template, with_tools)
     bare_json = with_tools and not any(one.kind == "call" for one in regions)
     return TurnReader(regions, model.special_text, bare_json)
-
-
-def _check_format(found: dict[str, Any] | None) -> None:
-    if found is None:
-        return
-    kind = found.get("type")
-    if kind in ("json_object", "json_schema"):
-        raise unsupported("response_format")
-    if kind != "text":
-        raise invalid("response_format", "response_format.type: expected text")
 
 
 class ChatAnswer:

@@ -195,7 +195,10 @@ class Exchange:
 
     async def start_events(self) -> None:
         """Send the head of a stream of events."""
-        await self._start(200, list(_EVENTS))
+        headers = list(_EVENTS)
+        if self.record.ttft_ms is not None:
+            headers.append((b"server-timing", self.record.server_timing().encode()))
+        await self._start(200, headers)
 
     async def send_part(self, data: bytes, more: bool) -> None:
         """Send a part of the body."""

@@ -12,6 +12,7 @@ from millpond.actors.http.bodies import CountBody, MessagesBody, parse
 from millpond.actors.http.chat import turn_reader
 from millpond.actors.http.chat_input import messages_for
 from millpond.actors.http.exchange import Exchange, data_event
+from millpond.actors.http.formats import anthropic_schema_of
 from millpond.actors.http.generation import Choice
 from millpond.actors.http.messages_input import openai_messages, openai_tools
 from millpond.actors.http.problems import unsupported
@@ -28,8 +29,10 @@ async def messages(exchange: Exchange, services: Services) -> None:
     body = parse(await exchange.read_body(), MessagesBody)
     tools = openai_tools(body.tools, body.tool_choice, services.settings.tools_max)
     found = openai_messages(body.system, body.messages)
+    schema = anthropic_schema_of(body.output_format, body.output_config, bool(tools))
     sampling = checked_sampling(
         {
+            "json_schema": schema,
             "max_tokens": body.max_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
@@ -39,6 +42,8 @@ async def messages(exchange: Exchange, services: Services) -> None:
     )
 
     async def prepare(model: ServedModel) -> tuple[Sequence[Choice], MessageAnswer]:
+        if schema and not model.can_guide:
+            raise unsupported("output_format", "it needs the schema extra, not installed here")
         ids = await _ids_of(model, found, tools)
         ask = Ask(prompt=ids, sampling=sampling, salt=body.cache_salt, no_store=body.no_store)
         form = MessageAnswer(

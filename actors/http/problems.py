@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
@@ -24,6 +25,8 @@ from millpond.runtime.errors import (
 )
 
 Form = Literal["openai", "anthropic"]
+_FIELD = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*(?=:)")
+"""What a message of ours begins with where it is about one field."""
 
 # OpenAI's and Anthropic's names for the same kinds of error.
 _TYPES = {
@@ -133,6 +136,10 @@ def _param(error: MillpondError) -> str | None:
     match error:
         case UnknownModel():
             return "model"
+        case InvalidParameter():
+            found = _FIELD.match(str(error))
+            name = found[0] if found is not None else None
+            return "response_format" if name == "json_schema" else name
         case ChatTemplateError():
             return "messages"
         case _:

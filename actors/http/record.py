@@ -62,12 +62,14 @@ class RequestRecord:
             self.misses[reason] = self.misses.get(reason, 0) + count
 
     def server_timing(self) -> str:
-        """Return the value of a ``Server-Timing`` header, milliseconds."""
-        parts = [
-            ("restore", self.restore_ms),
-            ("prefill", self.prefill_ms),
-            ("decode", self.decode_ms),
-        ]
+        """Return the value of a ``Server-Timing`` header, milliseconds; what is known by now."""
+        parts = []
+        if self.choices:
+            parts += [
+                ("restore", self.restore_ms),
+                ("prefill", self.prefill_ms),
+                ("decode", self.decode_ms),
+            ]
         if self.ttft_ms is not None:
             parts.append(("ttft", self.ttft_ms))
         return ", ".join(f"{name};dur={value:.3f}" for name, value in parts)

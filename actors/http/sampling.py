@@ -22,10 +22,11 @@ _NEUTRAL = {
 }
 
 
-def sampling_of(body: TextBody, max_tokens: int) -> tuple[SamplingParams, ...]:
+def sampling_of(body: TextBody, max_tokens: int, schema: str = "") -> tuple[SamplingParams, ...]:
     """Return how to choose tokens, once per choice; with a seed, each choice has its own.
 
     max_tokens  completion tokens where the body names no number
+    schema      text of a JSON schema that the answers are held to, "" for none
 
     Raises ApiError 400 naming the field.
     """
@@ -37,6 +38,7 @@ def sampling_of(body: TextBody, max_tokens: int) -> tuple[SamplingParams, ...]:
         "min_p": body.min_p,
         "ignore_eos": body.ignore_eos,
         "stop": stops_of(body.stop),
+        "json_schema": schema,
     }
     for name, neutral in _NEUTRAL.items():
         value = _bias_of(body) if name == "logit_bias" else getattr(body, name)

@@ -35,6 +35,7 @@ class FakeServed:
     end_ids: frozenset[int] = frozenset({END})
     template: str = "tools <|tool_call> tool_responses"
     can_pin: bool = False
+    can_guide: bool = True
     fingerprint: str = "ab" * 32
     requests_max: int = 1000
     script: Callable[[Sequence[int]], Sequence[int]] | None = None

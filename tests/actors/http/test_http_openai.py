@@ -57,6 +57,46 @@ async def test_prompts_may_be_texts_ids_or_lists_and_n_multiplies_them(start: An
         assert {ask.sampling.seed for ask in running.fake.asks} == {7, 8}
 
 
+async def test_a_schema_reaches_the_model_in_every_form_that_clients_know(start: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    openai = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    anthropic = {"type": "json_schema", "schema": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    async with start() as running:
+        chat, messages = "/v1/chat/completions", "/v1/messages"
+        for path, more in (
+            (chat, {"response_format": {"type": "text"}}),
+            (chat, {"response_format": {"type": "json_object"}}),
+            (chat, {"response_format": openai}),
+            (messages, {"output_format": anthropic}),
+            (messages, {"output_config": {"format": anthropic, "effort": "low"}}),
+        ):
+            assert (await running.post(path, HELLO | more)).status_code == 200
+        texts = [ask.sampling.json_schema for ask in running.fake.asks]
+        assert texts[0] == "" and json.loads(texts[1]) == {"type": "object"}
+        assert [json.loads(text) for text in texts[2:]] == [schema] * 3
+        both = await running.post(chat, HELLO | {"response_format": openai, "tools": [tool]})
+        assert both.json()["error"]["code"] == "unsupported_parameter"
+        running.fake.can_guide = False
+        for path, more in (
+            (chat, {"response_format": openai}),
+            (messages, {"output_format": anthropic}),
+        ):
+            refused = await running.post(path, HELLO | more)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["code"] == "unsupported_parameter"
+
+
+async def test_further_choices_wait_until_their_prompt_was_read(start: Any) -> None:
+    async with start() as running:
+        lives: list[int] = []
+        running.fake.pace = lambda index: lives.append(running.fake.live) if not index else None
+        body = {"prompt": ["x" * 40, "y" * 40], "n": 3, "max_tokens": 4, "temperature": 0}
+        found = (await running.post("/v1/completions", body)).json()
+        assert len(found["choices"]) == 6 and max(lives[:2]) == 2  # one of each prompt
+        assert found["usage"]["prompt_tokens"] == 80
+
+
 async def test_every_choice_of_a_stream_is_whole(start: Any) -> None:
     async with start() as running:
         body = {"prompt": ["a", "b"], "max_tokens": 5, "stream": True, "n": 2, "temperature": 0}
@@ -151,8 +191,8 @@ async def refused(running: Any, path: str, body: Any, status: int = 400) -> dict
     [
         ({"messages": None}, "missing_parameter", "messages"),
         ({"messages": "hello"}, "invalid_type", "messages"),
-        ({"messages": []}, "invalid_value", None),
-        ({"messages": [{"role": "boss", "content": ""}]}, "invalid_value", None),
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": [{"role": "boss", "content": ""}]}, "invalid_value", "messages[0].role"),
         ({"temperature": "hot"}, "invalid_type", "temperature"),
         ({"temperature": -1}, "invalid_value", "temperature"),
         ({"max_tokens": 0}, "invalid_value", "max_tokens"),
@@ -163,7 +203,12 @@ async def refused(running: Any, path: str, body: Any, status: int = 400) -> dict
         ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
         ({"best_of": 3}, "unsupported_parameter", "best_of"),
         ({"pin": True}, "unsupported_parameter", "pin"),
-        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+        ({"response_format": {"type": "json"}}, "invalid_value", "response_format"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "invalid_value",
+            "response_format.json_schema.schema",
+        ),
         ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
         ({"bananas": 3}, "unknown_parameter", "bananas"),
         (

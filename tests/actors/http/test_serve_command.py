@@ -106,6 +106,26 @@ def test_a_pool_of_one_goes_from_a_to_b_and_comes_back_warm(folder: Path) -> Non
         assert process.stop() == 0
 
 
+def test_an_answer_has_the_form_that_was_asked_for(folder: Path) -> None:
+    shape = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}, "count": {"enum": [1, 2, 3]}},
+        "required": ["size", "count"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": shape}}
+    with serving(folder, "--model", str(folder / "a.gguf")) as process:
+        create = process.client().chat.completions.create
+        done = create(model="a", messages=CHAT, response_format=form, max_tokens=300, seed=1)
+        found = json.loads(done.choices[0].message.content or "")
+        assert found["size"] in ("small", "large") and found["count"] in (1, 2, 3)
+        bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "?"}}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(model="a", messages=CHAT, response_format=bad)
+        assert caught.value.param == "response_format"
+        assert process.stop() == 0
+
+
 def test_a_killed_server_loses_nothing_that_was_written(folder: Path) -> None:
     with serving(folder, "--model", str(folder / "a.gguf")) as process:
         text, _ = streamed(process.client())
