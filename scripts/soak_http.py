@@ -30,7 +30,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-from millpond.runtime.testing.http_client import Answer, ask, get, hang_up, text_of
+from millpond.runtime.testing.http_client import Answer, ask, get, hang_up, left_in, text_of
 from millpond.runtime.testing.serve_process import ServeProcess, serve_process
 from millpond.runtime.testing.tiny_model import tiny_gemma3
 
@@ -38,7 +38,6 @@ MODELS = ("a", "b")
 PROMPTS = 10
 PROMPT_LETTERS = (20, 1500)
 REFUSED = (429, 503)  # a full queue or a server that stops: told, not wrong
-SETTLE_S = 30.0
 BAD_BODIES: tuple[tuple[str, bytes, int], ...] = (
     ("/v1/completions", b"{", 400),
     ("/v1/completions", b"[" * 9999, 400),
@@ -117,12 +116,9 @@ async def _soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "counts": dict(sorted(soak.counts.items())),
         "wrong": len(soak.wrong),
         "first_wrong": soak.wrong[:5],
-        "leaked": sum(leaks.get(name, 0) for name in _LEAKS),
+        "leaked": sum(leaks.values()),
         "left": leaks,
     }
-
-
-_LEAKS = ("live", "users", "waiting", "house_live", "slots_lent", "slots_lost", "files")
 
 
 async def _one_server(
@@ -138,7 +134,7 @@ async def _one_server(
         soak.up.set()
         await anyio.sleep_until(until_s)
         if end == "look":
-            return await _left(process, files)
+            return await left_in(process, files)
         soak.up = anyio.Event()
         if end == "kill":
             process.child.kill()
@@ -147,29 +143,6 @@ async def _one_server(
         if code:
             soak.wrong.append(f"exit code {code} after SIGTERM")
         return {}
-
-
-async def _left(process: ServeProcess, files: int) -> dict[str, int]:
-    """Wait until the clients are gone, then return what did not go with them."""
-    until_s = anyio.current_time() + SETTLE_S
-    while True:
-        data = json.loads((await get(process.port, "/status.json")).body)
-        models = list(data["models"].values())
-        found = {
-            "live": data["live_count"],
-            "users": data["pool"]["users"],
-            "waiting": data["pool"]["waiting"],
-            "house_live": sum(one["live"] for one in models),
-            "slots_lent": sum(one["slots_lent"] for one in models),
-            "slots_lost": sum(one["slots_lost"] for one in models),
-            "files": max(0, process.open_files() - files),
-        }
-        if not any(found.values()) or anyio.current_time() > until_s:
-            return found | {
-                "resident_mib": process.resident_bytes() >> 20,
-                "lag_ms": round(data["lag_ms"]),
-            }
-        await anyio.sleep(0.5)
 
 
 @asynccontextmanager

@@ -9,6 +9,9 @@ from typing import Any
 
 import anyio
 from anyio.abc import SocketStream
+from millpond.runtime.testing.serve_process import ServeProcess
+
+SETTLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +124,26 @@ def _pieces(path: str, part: dict[str, Any]) -> Iterator[tuple[int, str]]:
     for choice in part.get("choices", ()):
         said = choice.get("message") or choice.get("delta") or choice
         yield choice["index"], said.get("content") or said.get("text") or ""
+
+
+async def left_in(process: ServeProcess, files: int) -> dict[str, int]:
+    """Wait until no request is left in a server, at most SETTLE_S; return what still is.
+
+    files  its open descriptors before any client came
+    """
+    until_s = anyio.current_time() + SETTLE_S
+    while True:
+        data = json.loads((await get(process.port, "/status.json")).body)
+        models = list(data["models"].values())
+        found = {
+            "live": data["live_count"],
+            "users": data["pool"]["users"],
+            "waiting": data["pool"]["waiting"],
+            "house_live": sum(one["live"] for one in models),
+            "slots_lent": sum(one["slots_lent"] for one in models),
+            "slots_lost": sum(one["slots_lost"] for one in models),
+            "files": max(0, process.open_files() - files),
+        }
+        if not any(found.values()) or anyio.current_time() > until_s:
+            return found
+        await anyio.sleep(0.5)
