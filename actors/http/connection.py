@@ -15,7 +15,6 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from math import inf
 from typing import Any
@@ -28,42 +27,29 @@ from anyio import (
     EndOfStream,
     Event,
     Lock,
+    WouldBlock,
     aclose_forcefully,
     create_memory_object_stream,
     create_task_group,
     current_time,
     move_on_after,
 )
-from anyio.abc import SocketStream, TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream
+from anyio.abc import SocketStream
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData, Updated
-from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError, H11Protocol
+from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError
 from hypercorn.typing import ConnectionState
-from millpond.actors.http.problems import ApiError
+from millpond.actors.http.protocol import Application, Context, Protocol, Tasks
 from millpond.actors.http.settings import HttpSettings
 
 READ_BYTES = 2**16
 LINGER_S = 2.0
 LINGER_BYTES_MAX = 2**26
 """What is read and thrown away of a body that was refused; more is cut off."""
-APP_QUEUE = 4
-"""Parts of a body that wait for the application; each is one read."""
-_NO_HTTP = "what came is no HTTP/1.1 request"
-_REASONS = {431: "the head is too large", 501: "the transfer encoding is none that is known"}
+READS_AHEAD = 4
+"""Reads that wait for the protocol: pipelined requests, or a body that is not taken yet."""
 _BROKEN = (BrokenResourceError, ClosedResourceError, EndOfStream, OSError)
-Application = Callable[[Any, Any, Any], Awaitable[None]]
-Put = Callable[[dict[str, Any]], Awaitable[None]]
-
-
-def protocol_config(settings: HttpSettings) -> Config:
-    """Return what Hypercorn's protocol needs to know."""
-    config = Config()
-    config.errorlog = None
-    config.accesslog = None
-    config.h11_max_incomplete_size = settings.head_bytes_max
-    config.include_server_header = False
-    return config
 
 
 class Connection:
@@ -75,9 +61,9 @@ class Connection:
         self._app, self._stream = app, stream
         self._settings, self._config = settings, config
         # mutable state, changed only by the tasks of run, and by stop
-        self._context = _Context()
+        self._context = Context()
         self._lock = Lock()
-        self._reading = CancelScope()
+        self._reading, self._feeding = CancelScope(), CancelScope()
         self._deadline_s = inf  # for a whole head, or for lingering
         self._deadline_changed = Event()
         self._is_closed = False  # for sending
@@ -94,11 +80,11 @@ class Connection:
         """Serve until the connection and its last request ended."""
         try:
             async with create_task_group() as group:
-                protocol: Any = _Protocol(
+                protocol: Any = Protocol(
                     self._app,  # type: ignore[arg-type]
                     self._config,
                     self._context,  # type: ignore[arg-type]
-                    _Tasks(group),  # type: ignore[arg-type]
+                    Tasks(group),  # type: ignore[arg-type]
                     ConnectionState({}),
                     False,
                     None,
@@ -107,8 +93,11 @@ class Connection:
                 )
                 self._set_deadline(self._settings.head_s)
                 group.start_soon(self._watch_deadline)
-                with self._reading:
-                    await self._read(protocol)
+                give, take = create_memory_object_stream[bytes](READS_AHEAD)
+                group.start_soon(self._feed, protocol, take)
+                with self._reading, give:
+                    await self._read(protocol, give)
+                self._feeding.cancel()
                 self._is_closed = self._is_over = True
                 self._set_deadline(inf)
                 await aclose_forcefully(self._stream)
@@ -116,7 +105,8 @@ class Connection:
         finally:
             await aclose_forcefully(self._stream)
 
-    async def _read(self, protocol: Any) -> None:
+    async def _read(self, protocol: Any, give: MemoryObjectSendStream[bytes]) -> None:
+        """Read ahead of the protocol, so that the client's end is seen while a request runs."""
         while self._discarded < LINGER_BYTES_MAX:
             try:
                 data = await self._stream.receive(READ_BYTES)
@@ -126,9 +116,25 @@ class Connection:
                 self._discarded += len(data)
                 continue
             try:
-                await protocol.handle(RawData(data))
-            except (H2CProtocolRequiredError, H2ProtocolAssumedError):
-                return  # HTTP/1.1 is all that is spoken here
+                give.send_nowait(data)
+            except WouldBlock:
+                if protocol.connection.their_state is h11.DONE:
+                    return  # requests without end, while one runs
+                with suppress(BrokenResourceError):
+                    await give.send(data)  # a body: back-pressure
+            except BrokenResourceError:
+                return
+
+    async def _feed(self, protocol: Any, take: MemoryObjectReceiveStream[bytes]) -> None:
+        with self._feeding, take:
+            async for data in take:
+                if self._is_closed:
+                    self._discarded += len(data)
+                    continue
+                try:
+                    await protocol.handle(RawData(data))
+                except (H2CProtocolRequiredError, H2ProtocolAssumedError):
+                    self._reading.cancel()  # HTTP/1.1 is all that is spoken here
 
     async def _take(self, event: Any) -> None:
         """What the protocol asks of the socket."""
@@ -183,102 +189,3 @@ class Connection:
             if scope.cancelled_caught:
                 self._reading.cancel()
                 return
-
-
-class _Protocol(H11Protocol):
-    """Hypercorn's HTTP/1.1, with errors that have a body."""
-
-    async def _send_error_response(self, status_code: int) -> None:
-        """Refuse what is no request; ``status_code`` is h11's."""
-        error = ApiError(status_code, "invalid_http", _REASONS.get(status_code, _NO_HTTP))
-        body = error.encoded("openai")
-        headers = [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
-        await self._send_h11_event(
-            h11.Response(status_code=status_code, headers=[*error.headers(), *headers])
-        )
-        await self._send_h11_event(h11.Data(data=body))
-        await self._send_h11_event(h11.EndOfMessage())
-
-
-class _Flag:
-    """Hypercorn's event, of which only ``is_set`` matters here."""
-
-    def __init__(self) -> None:
-        self.flag = False
-        self._event = Event()
-
-    async def set(self) -> None:
-        """Set it."""
-        self.flag = True
-        self._event.set()
-
-    async def clear(self) -> None:
-        """Clear it."""
-        self.flag = False
-        self._event = Event()
-
-    async def wait(self) -> None:
-        """Wait until it is set."""
-        await self._event.wait()
-
-    def is_set(self) -> bool:
-        """Tell whether it is set."""
-        return self.flag
-
-
-class _Context:
-    """Hypercorn's worker: one per connection."""
-
-    event_class = _Flag
-
-    def __init__(self) -> None:
-        self.terminated = _Flag()
-
-    async def mark_request(self) -> None:
-        """A request began: nothing here counts them."""
-
-
-class _Tasks:
-    """Hypercorn's task group: each request is a task of its connection."""
-
-    def __init__(self, group: TaskGroup) -> None:
-        self._group = group
-
-    async def spawn_app(
-        self, app: Application, config: Config, scope: Any, send: Callable[[Any], Awaitable[None]]
-    ) -> Put:
-        """Start the application; return how it is told of the body and of the client's end."""
-        give, take = create_memory_object_stream[dict[str, Any]](APP_QUEUE)
-        self._group.start_soon(_run_app, app, scope, take, send)
-
-        async def put(message: dict[str, Any]) -> None:
-            if message["type"] == "http.disconnect":
-                # said by the end of the parts: the application itself may be the one that tells,
-                # and would wait for ever for room behind a body that it does not read
-                give.close()
-                return
-            # an application may end without reading on
-            with suppress(BrokenResourceError, ClosedResourceError):
-                await give.send(message)
-
-        return put
-
-
-async def _run_app(
-    app: Application,
-    scope: Any,
-    take: MemoryObjectReceiveStream[dict[str, Any]],
-    send: Callable[[Any], Awaitable[None]],
-) -> None:
-    async def receive() -> dict[str, Any]:
-        try:
-            return await take.receive()
-        except EndOfStream:
-            return {"type": "http.disconnect"}
-
-    try:
-        with take:
-            await app(scope, receive, send)
-    finally:
-        with CancelScope(shield=True):
-            await send(None)

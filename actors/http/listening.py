@@ -28,9 +28,10 @@ from anyio import (
     sleep,
 )
 from anyio.abc import SocketListener, SocketStream
-from millpond.actors.http.connection import Connection, protocol_config
+from millpond.actors.http.connection import Connection
 from millpond.actors.http.front import Front
 from millpond.actors.http.problems import ApiError
+from millpond.actors.http.protocol import protocol_config
 from millpond.actors.http.settings import HttpSettings
 from millpond.runtime.errors import ConfigError
 

@@ -84,6 +84,49 @@ async def test_a_client_that_goes_away_stops_its_request(
         assert running.services.pool.statistics().users == 0
 
 
+async def test_a_client_that_goes_away_behind_a_second_request_stops_the_first(
+    start: Any,
+) -> None:
+    """A regression: what was pipelined behind a request hid the end of its connection."""
+    async with start() as running:
+        gate = running.fake.pace = Gate(0)
+        stream = await connected(running)
+        await stream.send(request("/v1/completions", BODY) * 2)
+        await gate.reached.wait()
+        await stream.aclose()
+        await until(lambda: running.fake.live == 0 and running.server.connections == 0)
+        assert running.fake.cancelled == 1 and len(running.fake.asks) == 1
+
+
+async def test_requests_that_are_pipelined_are_answered_in_order(start: Any) -> None:
+    async with start() as running:
+        stream = await connected(running)
+        ids = [f"r-{number}" for number in range(6)]
+        sent = b"".join(
+            request("/v1/completions", BODY | {"max_tokens": 3}, x_request_id=one) for one in ids
+        )
+        await stream.send(sent)
+        data = b""
+        while data.count(b'"finish_reason":"length"') < len(ids):
+            data += await stream.receive()
+        places = [data.index(f"x-request-id: {one}".encode()) for one in ids]
+        assert places == sorted(places)
+        await stream.aclose()
+
+
+async def test_what_is_pipelined_without_end_is_cut_off(start: Any) -> None:
+    async with start() as running:
+        gate = running.fake.pace = Gate(0)
+        stream = await connected(running)
+        await stream.send(request("/v1/completions", BODY))
+        await gate.reached.wait()
+        with pytest.raises(anyio.BrokenResourceError):
+            while True:
+                await stream.send(request("/v1/completions", BODY) * 100)
+        await until(lambda: running.fake.live == 0 and running.server.connections == 0)
+        await stream.aclose()
+
+
 async def test_choices_of_a_client_that_goes_away_stop_together(start: Any) -> None:
     async with start() as running:
         gate = running.fake.pace = Gate(3)
