@@ -1,9 +1,14 @@
 """What the HTTP server adds to the embedded runtime: to the first token, and per token.
 
+    scripts/bench_http.py --backend trio
+
 The same prompt runs on one runtime, embedded and over loopback HTTP, turn by turn in one process:
-embedded, a raw client, the official ``openai`` client.  Prints one JSON line with medians and
-spreads, and the differences.  The model is a tiny one with random weights, whose steps are short;
-what is measured is the server, the client included.
+embedded, a raw client, the official ``openai`` client.  Each client also asks a server that replays
+a recorded answer at once: what that takes is the client's own.  ``adds`` is what a client waits
+longer than an embedded caller, ``server_adds`` the same without the client's own part.  A tiny
+model with random weights runs; between two of its tokens the loop has time to spare, so ``idle``
+says what a token costs where the model takes none: server and raw client, over a model that gives
+letters.  Prints one JSON line: medians, spreads, and medians of differences within a round.
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import anyio
+from anyio.abc import SocketAttribute, SocketStream
 from millpond.actors.http.listening import Server, bound_socket
 from millpond.actors.http.routes import make_app, make_services
 from millpond.actors.http.settings import HttpSettings
@@ -31,6 +37,7 @@ from millpond.runtime.config import RuntimeConfig
 from millpond.runtime.pool import PoolSettings, open_pool
 from millpond.runtime.pool_models import PoolModels
 from millpond.runtime.served import Ask, ServedModel
+from millpond.runtime.testing.fake_served import FakeServed
 from millpond.runtime.testing.tiny_model import tiny_gemma3
 
 PROMPT = [1, *(261 + index % 26 for index in range(63))]
@@ -69,12 +76,16 @@ def main() -> int:
 
 
 async def _bench(rounds: int, tokens: int) -> dict[str, Any]:
-    runs: dict[str, list[Run]] = {name: [] for name in _WAYS}
+    runs: dict[str, list[Run]] = {name: [] for name in (*_WAYS, "raw_alone", "openai_alone")}
     async with AsyncExitStack() as stack:
         bench = await stack.enter_async_context(_running(tokens))
+        canned = await stack.enter_async_context(_replaying(bench))
+        idle = await stack.enter_async_context(_idle(tokens))
+        ports = {"embedded": bench, "raw": bench, "openai": bench}
+        ports |= {"raw_alone": canned, "openai_alone": canned, "idle": idle}
         for number in range(rounds + 1):
-            for name, way in _WAYS.items():
-                run = await way(bench)
+            for name, asked in ports.items():
+                run = await _WAYS[name.removesuffix("_alone")](asked)
                 if number:  # the first round warms up
                     runs[name].append(run)
     report: dict[str, Any] = {"rounds": rounds, "tokens": tokens}
@@ -85,16 +96,23 @@ async def _bench(rounds: int, tokens: int) -> dict[str, Any]:
         }
     for name in ("raw", "openai"):
         report[f"{name}_adds"] = {
-            kind: round(
-                statistics.median(
-                    getattr(one, kind) - getattr(base, kind)
-                    for one, base in zip(runs[name], runs["embedded"], strict=True)
-                ),
-                3,
-            )
-            for kind in ("first_ms", "token_us")
+            kind: _added(kind, runs[name], [runs["embedded"]]) for kind in ("first_ms", "token_us")
         }
+        alone = [runs["embedded"], runs[f"{name}_alone"]]
+        report[f"{name}_server_adds"] = {"first_ms": _added("first_ms", runs[name], alone)}
     return report
+
+
+def _added(kind: str, runs: list[Run], less: list[list[Run]]) -> float:
+    """Return the median of what a run takes more than others of its round."""
+    rounds = zip(runs, *less, strict=True)
+    return round(
+        statistics.median(
+            getattr(one, kind) - sum(getattr(other, kind) for other in others)
+            for one, *others in rounds
+        ),
+        3,
+    )
 
 
 @asynccontextmanager
@@ -119,6 +137,63 @@ async def _running(tokens: int) -> AsyncIterator[Bench]:
             stopping.set()
 
 
+@asynccontextmanager
+async def _replaying(bench: Bench) -> AsyncIterator[Bench]:
+    """Answer every completion with the bytes of one that the real server gave."""
+    async with await anyio.connect_tcp("127.0.0.1", bench.port) as stream:
+        await stream.send(_request(bench))
+        recorded = b""
+        while not recorded.endswith(_END):
+            recorded += await stream.receive()
+    listing = (
+        b'HTTP/1.1 200 \r\ncontent-type: application/json\r\ncontent-length: 11\r\n\r\n{"data":[]}'
+    )
+
+    async def replay(stream: SocketStream) -> None:
+        async with stream:
+            data = b""
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while True:
+                    data += await stream.receive()
+                    if data.startswith(b"GET") and b"\r\n\r\n" in data:
+                        data = b""
+                        await stream.send(listing)
+                    elif data.endswith(b"}"):
+                        data = b""
+                        await stream.send(recorded)
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        async with anyio.create_task_group() as group:
+            group.start_soon(listener.serve, replay)
+            port = listener.extra(SocketAttribute.local_port)
+            yield replace(bench, port=port)
+            group.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _idle(tokens: int) -> AsyncIterator[Bench]:
+    """Serve a model that takes no time."""
+    model, settings, stopping = FakeServed(context_tokens=10**6), HttpSettings(), anyio.Event()
+
+    @asynccontextmanager
+    async def opened(path: str) -> AsyncIterator[FakeServed]:
+        yield model
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.gguf"
+        path.write_bytes(b"")
+        catalogue = Catalogue([("tiny", str(path))])
+        async with AsyncExitStack() as stack:
+            opening = open_pool(catalogue, PoolSettings(), opened, lambda path: 1)
+            pool = await stack.enter_async_context(opening)
+            listening = stack.enter_context(bound_socket("127.0.0.1", 0))
+            group = await stack.enter_async_context(anyio.create_task_group())
+            server = Server(make_app(make_services(pool, settings)), settings)
+            group.start_soon(server.serve, listening, stopping, 1.0)
+            yield Bench(model, listening.getsockname()[1], tokens)
+            stopping.set()
+
+
 async def _embedded(bench: Bench) -> Run:
     sampling = SamplingParams(max_tokens=bench.tokens, ignore_eos=True)
     marks, started = [], time.perf_counter()
@@ -129,17 +204,26 @@ async def _embedded(bench: Bench) -> Run:
 
 
 async def _raw(bench: Bench) -> Run:
-    body = json.dumps(_body(bench) | {"stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     async with await anyio.connect_tcp("127.0.0.1", bench.port) as stream:
+        await stream.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        await stream.receive()  # the connection is there, as it is for any second call
         first, started = 0.0, time.perf_counter()
-        await stream.send(head.encode() + body)
+        await stream.send(_request(bench))
         tail = b""
-        while b"[DONE]" not in tail:
+        while not tail.endswith(_END):
             tail = tail[-64:] + await stream.receive()
             if not first and b"data: " in tail:
                 first = time.perf_counter()
         return _run_of(started, first, time.perf_counter(), bench.tokens)
+
+
+_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+def _request(bench: Bench) -> bytes:
+    body = json.dumps(_body(bench) | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 async def _openai(bench: Bench) -> Run:
@@ -147,7 +231,7 @@ async def _openai(bench: Bench) -> Run:
 
     marks = []
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{bench.port}/v1", api_key="x") as client:
-        await client.models.list()  # the connection is there, as it is for any second call
+        await client.models.list()
         body = _body(bench)
         extra = {"ignore_eos": body.pop("ignore_eos")}
         started = time.perf_counter()
@@ -157,7 +241,7 @@ async def _openai(bench: Bench) -> Run:
     return _run_of(started, marks[0], marks[-1], bench.tokens)
 
 
-_WAYS: dict[str, Way] = {"embedded": _embedded, "raw": _raw, "openai": _openai}
+_WAYS: dict[str, Way] = {"embedded": _embedded, "raw": _raw, "openai": _openai, "idle": _raw}
 
 
 def _body(bench: Bench) -> dict[str, Any]:

@@ -173,7 +173,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
 }
-BodyKind = TypeVar("BodyKind")
+BodyKind = TypeVar("BodyKind", bound=msgspec.Struct)
 
 
 def parse(data: bytes, kind: type[BodyKind]) -> BodyKind:
@@ -186,16 +186,12 @@ def parse(data: bytes, kind: type[BodyKind]) -> BodyKind:
     if not isinstance(found, dict):
         raise ApiError(400, "invalid_json", "the body is no JSON object")
     given = {name: value for name, value in found.items() if value is not None}
-    for name in given.keys() - _fields(kind):
+    for name in given.keys() - frozenset(kind.__struct_encode_fields__):
         _check_unknown(name, given.pop(name))
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-
-
-def _fields(kind: type) -> frozenset[str]:
-    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 
 def _check_unknown(name: str, value: object) -> None:

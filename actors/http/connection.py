@@ -62,7 +62,7 @@ class Connection:
         self._settings, self._config = settings, config
         # mutable state, changed only by the tasks of run, and by stop
         self._context = Context()
-        self._lock = Lock()
+        self._lock = Lock(fast_acquire=True)
         self._reading, self._feeding = CancelScope(), CancelScope()
         self._deadline_s = inf  # for a whole head, or for lingering
         self._deadline_changed = Event()
@@ -147,20 +147,20 @@ class Connection:
                 self._set_deadline(self._settings.keep_alive_s if event.idle else inf)
 
     async def _send(self, data: bytes) -> None:
-        with CancelScope(shield=True):  # (I2)
+        deadline_s = current_time() + self._settings.write_stall_s
+        with CancelScope(shield=True, deadline=deadline_s) as scope:  # (I2)
             async with self._lock:
                 if self._is_closed:
                     return
-                with move_on_after(self._settings.write_stall_s) as scope:
-                    try:
-                        await self._stream.send(data)
-                        return
-                    except _BROKEN:
-                        pass
-                self._is_closed = True
-                if scope.cancelled_caught:
-                    await aclose_forcefully(self._stream)
-                self._reading.cancel()
+                try:
+                    await self._stream.send(data)
+                    return
+                except _BROKEN:
+                    pass
+        self._is_closed = True  # nothing was awaited since: who waits for the lock sees it
+        if scope.cancelled_caught:
+            await aclose_forcefully(self._stream)
+        self._reading.cancel()
 
     async def _hang_up(self) -> None:
         with CancelScope(shield=True):
