@@ -145,9 +145,8 @@ async def _replaying(bench: Bench) -> AsyncIterator[Bench]:
         recorded = b""
         while not recorded.endswith(_END):
             recorded += await stream.receive()
-    listing = (
-        b'HTTP/1.1 200 \r\ncontent-type: application/json\r\ncontent-length: 11\r\n\r\n{"data":[]}'
-    )
+    listing = b"HTTP/1.1 200 \r\ncontent-type: application/json\r\ncontent-length: 11\r\n\r\n"
+    listing += b'{"data":[]}'
 
     async def replay(stream: SocketStream) -> None:
         async with stream:
@@ -162,12 +161,11 @@ async def _replaying(bench: Bench) -> AsyncIterator[Bench]:
                         data = b""
                         await stream.send(recorded)
 
-    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
-        async with anyio.create_task_group() as group:
-            group.start_soon(listener.serve, replay)
-            port = listener.extra(SocketAttribute.local_port)
-            yield replace(bench, port=port)
-            group.cancel_scope.cancel()
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, replay)
+        yield replace(bench, port=listener.extra(SocketAttribute.local_port))
+        group.cancel_scope.cancel()
 
 
 @asynccontextmanager
