@@ -4,8 +4,8 @@ Invariants
 
 (I1) A slot taken from the arrow is given back, or lost with the pinned thread, exactly once.
 (I2) Planes of one request are copied in the order in which they came.
-(I3) At most ``sequences_max + restores_max`` live caches exist, so requests that the store is
-     restoring can always go on while those ahead of them run.
+(I3) Planes are copied in the next step, never held back: the store has claimed the memory of a
+     request before it sends the first of them, so slots come home whatever else waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable
 
 from millpond.codecs.messages import Restore
-from millpond.runtime.config import Limits
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.staging import StagingPool
 from millpond.runtime.steps import RestorePlanes
@@ -23,9 +22,8 @@ from millpond.runtime.steps import RestorePlanes
 class Restores:
     """Used by the engine only, on the event loop."""
 
-    def __init__(self, layout: KvLayout, pool: StagingPool, limits: Limits) -> None:
-        self._layout, self._pool = layout, pool
-        self._caches_max = limits.sequences_max + limits.restores_max
+    def __init__(self, layout: KvLayout, pool: StagingPool, context_tokens: int) -> None:
+        self._layout, self._pool, self._context_tokens = layout, pool, context_tokens
         # mutable state, changed only in the methods below
         self._queue: deque[Restore] = deque()
         self._caches: set[int] = set()  # requests with a live cache that do not run yet
@@ -41,19 +39,12 @@ class Restores:
         if message.starts_over:
             self._cold.discard(message.request_id)
 
-    def due(self, running: int) -> tuple[Restore, ...]:
-        """Take those that may be copied now: their cache exists, or there is room for it (I3)."""
-        due: list[Restore] = []
-        held: deque[Restore] = deque()
-        for message in self._queue:
-            known = message.request_id in self._caches
-            if known or len(self._caches) + running < self._caches_max:
-                self._caches.add(message.request_id)
-                due.append(message)
-            else:
-                held.append(message)
-        self._queue = held
-        return tuple(due)
+    def due(self) -> tuple[Restore, ...]:
+        """Take what came since the last step (I3)."""
+        due = tuple(self._queue)
+        self._queue.clear()
+        self._caches.update(message.request_id for message in due)
+        return due
 
     def forget(self, request_id: int) -> bool:
         """Drop what a request queued or built; True iff there is a cache to free."""
@@ -94,8 +85,9 @@ class Restores:
         self._queue.clear()
         self._caches.clear()
 
-    def planes(self, message: Restore, context_tokens: int) -> RestorePlanes:
+    def planes(self, message: Restore) -> RestorePlanes:
         """Return what the step copies in."""
+        wanted = message.context_tokens or self._context_tokens
         view = self._pool.view(message.slot, message.lease, message.payload_bytes)
         return RestorePlanes(
             sequence_id=message.request_id,
@@ -106,5 +98,5 @@ class Restores:
             planes=message.planes,
             payload=view.toreadonly(),
             starts_over=message.starts_over,
-            context_tokens=context_tokens,
+            context_tokens=min(wanted, self._context_tokens),
         )

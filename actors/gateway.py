@@ -8,94 +8,51 @@ Invariants
      which ``max_tokens`` bounds.
 (I3) Leaving a stream cancels its request; the Cancel is queued at once and sent by the pump, behind
      the Submit, on the same arrow.
+(I4) A request whose deadline passed, and every request once the engine stopped, ends for its reader
+     at once, and is left.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from collections.abc import Sequence as Ordered
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
 import msgspec
-from anyio import BrokenResourceError, ClosedResourceError, Event, create_task_group
-from millpond.actors.gateway_request import GatewayTokenizer, Request, TokenStream
+from anyio import (
+    BrokenResourceError,
+    ClosedResourceError,
+    Event,
+    create_task_group,
+    move_on_after,
+)
+from millpond.actors.gateway_prompt import GatewayParts, Prompt, checked, prepare
+from millpond.actors.gateway_request import Request, TokenStream, engine_error
 from millpond.codecs.choices import SamplingParams
-from millpond.codecs.fingerprint import ReuseTag, chain_root
 from millpond.codecs.messages import (
     Cancel,
     Finished,
     Ready,
+    Stopped,
     Submit,
     ToGateway,
     Tokens,
     ToStore,
 )
 from millpond.runtime.channels import Inbox, Outbox
-from millpond.runtime.config import Limits
 from millpond.runtime.errors import (
-    ContextExceeded,
-    EmptyPrompt,
+    DeadlineExceeded,
     EngineDied,
-    InvalidParameter,
+    EngineError,
     QueueFull,
     RuntimeClosed,
 )
-from millpond.runtime.kv.blocks import block_chain, pack_tokens
-from millpond.runtime.threads import Worker
 
-
-def _no_schema(schema: str) -> None:
-    raise InvalidParameter("json_schema: this model cannot be held to one")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayParts:
-    """What a gateway is made of.
-
-    tokenizer       of this model
-    thread          where prompts are tokenised and hashed
-    fingerprint, guard, reuse  what chain roots are made of
-    block_tokens    tokens of one KV block
-    context_tokens  tokens that prompt and completion may reach
-    limits          bounds
-    clock           monotonic seconds
-    check_schema    raises InvalidParameter for a JSON schema that answers cannot be held to; runs
-                    on ``thread``
-    """
-
-    tokenizer: GatewayTokenizer
-    thread: Worker
-    fingerprint: bytes
-    guard: bytes
-    reuse: ReuseTag
-    block_tokens: int
-    context_tokens: int
-    limits: Limits
-    clock: Callable[[], float]
-    check_schema: Callable[[str], None] = _no_schema
-
-
-_DEFAULT_SAMPLING = SamplingParams()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """What a caller asks with.
-
-    content   text, or token ids taken verbatim
-    sampling  how to choose tokens
-    salt      keeps this caller's cache apart; empty: shared
-    no_store  neither read nor write the spill root
-    """
-
-    content: str | Ordered[int]
-    sampling: SamplingParams = _DEFAULT_SAMPLING
-    salt: str = ""
-    no_store: bool = False
+__all__ = ["Gateway", "GatewayParts", "GatewayStatistics", "Prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +77,7 @@ class Gateway:
         self._cancels: deque[int] = deque()
         self._submissions: Outbox[ToStore] | None = None
         self._closing = False
+        self._stopped: EngineError | None = None
         self._ended: dict[str, int] = {}
         self._changed = Event()
         self._ready = Event()
@@ -152,14 +110,33 @@ class Gateway:
     async def stream(self, prompt: Prompt) -> AsyncIterator[TokenStream]:
         """Submit a prompt; leaving the block before the end cancels the request.
 
-        Raises EmptyPrompt, ContextExceeded, InvalidParameter or QueueFull before anything is sent,
+        Raises EmptyPrompt, ContextExceeded, InvalidParameter, KvMemoryExceeded or QueueFull before
+        anything is sent, EngineStalled or EngineDied if the engine stopped, DeadlineExceeded,
         RuntimeClosed once the house closes.
         """
-        request = await self._submit(prompt)
+        async with self.stream_choices(prompt, 1) as streams:
+            yield streams[0]
+
+    @asynccontextmanager
+    async def stream_choices(
+        self, prompt: Prompt, choices: int
+    ) -> AsyncIterator[tuple[TokenStream, ...]]:
+        """Submit a prompt for several answers, whose rows are computed once; else as ``stream``."""
+        requests: list[Request] = []
+        started = self._clock()
         try:
-            yield TokenStream(request)
+            wait_s = prompt.deadline_s if prompt.deadline_s is not None else math.inf
+            with move_on_after(wait_s) as entering:
+                await self._submit(prompt, choices, requests)
+            if entering.cancelled_caught:
+                raise DeadlineExceeded(f"found no room within {prompt.deadline_s:g} s")
+            for request in requests:
+                request.expires_s = started + wait_s
+            self._change()
+            yield tuple(TokenStream(one, partial(self._leave, one)) for one in requests)
         finally:
-            self._leave(request)
+            for request in requests:
+                self._leave(request)
 
     def close(self) -> None:
         """Take no more requests and cancel those that run; ``run`` returns once all ended."""
@@ -175,78 +152,64 @@ class Gateway:
 
     # -- requests in
 
-    async def _submit(self, prompt: Prompt) -> Request:
+    async def _submit(self, prompt: Prompt, choices: int, requests: list[Request]) -> None:
+        """Send a Submit for each choice; ``requests`` gets those that were sent."""
         started = self._clock()
-        self._check_open()
-        sampling = _checked(prompt.sampling)
-        self._entering += 1
+        samplings = checked(prompt, choices)
+        self._check_open(choices)
+        self._entering += choices
         try:
-            prepared = await self._thread.call(partial(self._prepare, prompt, sampling))
-            self._check_open(entered=1)
-            submit = msgspec.structs.replace(prepared, request_id=self._next_id)
-            request = Request(submit, self._parts.tokenizer.detokenizer(), self._clock, started)
-            self._next_id += 1
-            self._requests[submit.request_id] = request
+            submit = await self._thread.call(partial(prepare, self._parts, prompt, samplings[0]))
+            self._check_open()
+            first = self._next_id
+            entered = [self._enter(submit, first, sampling, started) for sampling in samplings]
         finally:
-            self._entering -= 1
+            self._entering -= choices
             self._change()
-        assert self._submissions is not None, "a house yields its gateway once it runs"
         try:
-            await self._submissions.send(submit)
-        except BaseException as error:  # nothing was sent (I1 of runtime.channels)
-            self._requests.pop(submit.request_id, None)
+            for request in entered:
+                await self._send(request)
+                requests.append(request)
+        finally:
+            for request in entered[len(requests) :]:
+                del self._requests[request.id]
             self._change()
-            if isinstance(error, BrokenResourceError | ClosedResourceError):
-                raise EngineDied("the house ended before the request began") from error
-            raise
-        request.submitted = True
+
+    def _enter(
+        self, submit: Submit, first: int, sampling: SamplingParams, started: float
+    ) -> Request:
+        request_id = self._next_id
+        found = msgspec.structs.replace(
+            submit,
+            request_id=request_id,
+            sampling=sampling,
+            twin_of=first if request_id > first else None,
+        )
+        request = Request(found, self._parts.tokenizer.detokenizer(), self._clock, started)
+        self._next_id += 1
+        self._requests[request_id] = request
         return request
 
-    def _check_open(self, entered: int = 0) -> None:
+    async def _send(self, request: Request) -> None:
+        assert self._submissions is not None, "a house yields its gateway once it runs"
+        try:
+            await self._submissions.send(request.submit)
+        except (BrokenResourceError, ClosedResourceError) as error:
+            raise EngineDied("the house ended before the request began") from error
+        request.submitted = True
+
+    def _check_open(self, more: int = 0) -> None:
+        """Raise unless ``more`` requests can come in."""
+        if self._stopped is not None:
+            raise self._stopped
         if self._closing:
             raise RuntimeClosed("the runtime is closing")
-        live = len(self._requests) + self._entering - entered
-        if live >= self._limits.requests_max:
-            raise QueueFull(f"found {live} requests in the house, expected fewer than that")
-
-    def _prepare(self, prompt: Prompt, sampling: SamplingParams) -> Submit:
-        """On the worker thread: tokenise, check, hash."""
-        parts = self._parts
-        if sampling.json_schema:
-            parts.check_schema(sampling.json_schema)
-        ids = self._token_ids(prompt.content)
-        if len(ids) >= parts.context_tokens:
-            raise ContextExceeded(
-                f"prompt: found {len(ids)} tokens, expected at most {parts.context_tokens - 1} "
-                f"in a context of {parts.context_tokens}"
+        live = len(self._requests) + self._entering
+        if live + more > self._limits.requests_max:
+            raise QueueFull(
+                f"found {live} requests in the house and {more} more, "
+                f"expected at most {self._limits.requests_max}"
             )
-        packed = pack_tokens(ids)
-        root = chain_root(parts.fingerprint, parts.guard, parts.reuse, prompt.salt)
-        return Submit(
-            request_id=0,
-            token_ids=packed,
-            root=root,
-            chain=block_chain(parts.fingerprint, root, packed, parts.block_tokens),
-            sampling=sampling,
-            no_store=prompt.no_store,
-        )
-
-    def _token_ids(self, content: str | Ordered[int]) -> Ordered[int]:
-        if isinstance(content, str):
-            if not content:
-                raise EmptyPrompt("prompt: found no text, expected at least one character")
-            ids: Ordered[int] = self._parts.tokenizer.encode_prompt(content)
-        else:
-            ids = content
-        if not len(ids):
-            raise EmptyPrompt("prompt: found no token, expected at least one")
-        size = self._parts.tokenizer.vocab_size
-        for token_id in ids:
-            if type(token_id) is not int or not 0 <= token_id < size:
-                raise InvalidParameter(
-                    f"token ids: found {token_id!r}, expected an integer from 0 to {size - 1}"
-                )
-        return ids
 
     def _leave(self, request: Request) -> None:
         if request.submitted and not request.is_over and not request.cancelled:
@@ -265,7 +228,22 @@ class Gateway:
                     self._cancels.popleft()
                 if self._closing and not self._requests and not self._entering:
                     return
-                await self._changed.wait()
+                with move_on_after(self._end_late() - self._clock()):
+                    await self._changed.wait()
+
+    def _end_late(self) -> float:
+        """End the requests whose deadline passed; return when the next one's does."""
+        now, following = self._clock(), math.inf
+        for request in self._requests.values():
+            if request.is_closed:
+                continue
+            if request.expires_s <= now:
+                late_s = now - request.started
+                request.fail(DeadlineExceeded(f"found no end within {late_s:.3g} s", request.id))
+                self._leave(request)
+            else:
+                following = min(following, request.expires_s)
+        return now if self._cancels else following
 
     async def _deliver(self, tokens: Inbox[ToGateway]) -> None:
         async for message in tokens:
@@ -282,16 +260,19 @@ class Gateway:
                 case Ready():
                     self.load_ms = message.load_ms
                     self._ready.set()
+                case Stopped():
+                    self._stop(engine_error(message.error_type, message.error))
                 case _:
                     assert_never(message)
+
+    def _stop(self, error: EngineError) -> None:
+        """The engine serves no more: whatever waits for it fails now."""
+        self._stopped = error
+        for request in self._requests.values():
+            request.fail(error)
+            self._leave(request)
+        self._change()
 
     def _change(self) -> None:
         self._changed.set()
         self._changed = Event()
-
-
-def _checked(sampling: SamplingParams) -> SamplingParams:
-    try:
-        return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise InvalidParameter(f"sampling: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -16,7 +17,7 @@ from millpond.codecs.messages import (
     Tokens,
 )
 from millpond.runtime import errors
-from millpond.runtime.errors import EngineError, MillpondError, RequestFailed
+from millpond.runtime.errors import EngineDied, EngineError, MillpondError, RequestFailed
 from millpond.runtime.results import Completion, StreamedToken, Timings, Usage
 
 
@@ -59,10 +60,11 @@ class Request:
         started: float,
     ) -> None:
         self.submit, self.id = submit, submit.request_id
-        self._detokenizer, self._clock, self._started = detokenizer, clock, started
+        self._detokenizer, self._clock, self.started = detokenizer, clock, started
         self._stop = submit.sampling.stop
         # mutable state, changed only by the gateway, but for ``ready``, which the reader drains
         self.submitted = self.cancelled = False
+        self.expires_s = math.inf  # on the clock; it fails then
         self.ready: deque[StreamedToken] = deque()
         self.token_ids: list[int] = []
         self.digests: list[bytes] = []
@@ -142,12 +144,13 @@ class Request:
                 completion_tokens=len(self.token_ids),
             ),
             timings=Timings(
-                ttft_ms=1e3 * (first - self._started),
+                ttft_ms=1e3 * (first - self.started),
                 restore_ms=report.restored.restore_ms,
                 prefill_ms=report.prefill_ms,
                 decode_ms=report.decode_ms,
             ),
             restore=report.restored,
+            shared_tokens=report.shared_tokens,
             offered=report.offered,
             refused=report.refused,
             logits_xxh3=tuple(self.digests),
@@ -180,9 +183,8 @@ class Request:
         self.ready.append(StreamedToken(token_id=token_id, text=text, index=index, logprob=logprob))
 
     def _typed(self, message: Finished) -> MillpondError:
-        kind = getattr(errors, message.error_type, None) if message.error_type else None
-        if isinstance(kind, type) and issubclass(kind, EngineError):
-            return kind(message.error)
+        if message.error_type:
+            return engine_error(message.error_type, message.error)
         return RequestFailed(message.error, self.id)
 
     def _notify(self) -> None:
@@ -190,11 +192,20 @@ class Request:
         self.changed = Event()
 
 
-class TokenStream:
-    """The reader's end: iterate for tokens, then ask for ``result``."""
+def engine_error(error_type: str, text: str) -> EngineError:
+    """Return the error that the engine named; EngineDied for a name that is none of ours."""
+    kind = getattr(errors, error_type, EngineDied)
+    return kind(text) if issubclass(kind, EngineError) else EngineDied(text)
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+
+class TokenStream:
+    """The reader's end: iterate for tokens, then ask for ``result``.
+
+    leave  cancels the request, for a reader that wants no more of it before its block ends
+    """
+
+    def __init__(self, request: Request, leave: Callable[[], None]) -> None:
+        self._request, self.leave = request, leave
 
     def __aiter__(self) -> TokenStream:
         return self

@@ -4,28 +4,33 @@ Invariants
 
 (I1) Of each request the engine gets its Restores, then its Admit, then possibly Cancel; or, if the
      cancellation came first, possibly Restores, then Cancel(before_admit) and nothing after it.
-(I2) Restores of at most ``restores_max`` requests are under way, in the order of the submissions.
-(I3) Offers never wait for restores nor restores for offers: each arrow has its loop.
+(I2) Restores of at most ``restores_max`` requests are under way, in the order of the admissions.
+(I3) Offers never wait for restores nor restores for offers: each arrow has its loop.  A Held waits
+     for no disk: snapshots are set aside for a loop that writes them.
+(I4) A request has claimed the memory of its live cache before anything of it is sent, and what had
+     to be dropped for that is dropped first.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
 from anyio import CancelScope, Event, create_task_group, move_on_after
-from millpond.actors.store_parts import StoreParts
+from millpond.actors.store_admission import Admission, Request, admission
+from millpond.actors.store_parts import StoreParts, StoreStatistics
 from millpond.actors.store_restore import Restorer
 from millpond.actors.store_spill import Spiller
 from millpond.codecs.messages import (
     Admit,
     Cancel,
-    MissReason,
+    Drop,
+    Held,
     Offer,
     RestoreReport,
+    Snapshot,
     Submit,
     ToEngine,
     ToStore,
@@ -34,48 +39,9 @@ from millpond.runtime.channels import Inbox, Outbox
 from millpond.runtime.errors import EngineError
 from millpond.runtime.kv.header import group_folder
 from millpond.runtime.kv.plan import Shelves
-from millpond.runtime.kv.root import RootStatistics, SpillRoot
+from millpond.runtime.kv.root import SpillRoot
 
 __all__ = ["Store", "StoreParts", "StoreStatistics"]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStatistics:
-    """Figures of one store.
-
-    restoring, waiting            requests whose blocks are read, and those before their turn
-    spilled_blocks, spilled_bytes files written, and their whole sizes
-    duplicates                    offers of blocks that were there
-    refused, refusals             offers that were not kept, in all and by reason
-    restored_blocks, restored_bytes  files read for admitted requests, and their whole sizes
-    misses                        by reason
-    problem                       why nothing is spilled now; empty if all is well
-    root                          figures of the root, None if there is none
-    """
-
-    restoring: int
-    waiting: int
-    spilled_blocks: int
-    spilled_bytes: int
-    duplicates: int
-    refused: int
-    refusals: dict[str, int]
-    restored_blocks: int
-    restored_bytes: int
-    misses: dict[MissReason, int]
-    problem: str
-    root: RootStatistics | None
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request from Submit to Admit or Cancel."""
-
-    submit: Submit
-    scope: CancelScope
-    turn: Event
-    cancelled: bool = False
-    admitted: bool = False
 
 
 class Store:
@@ -83,19 +49,18 @@ class Store:
 
     def __init__(self, parts: StoreParts) -> None:
         self._parts, self._clock = parts, parts.clock
-        self._restores_max = max(1, parts.limits.restores_max)
         self._shelves = _shelves(parts, parts.root) if parts.root is not None else None
         self._restorer: Restorer | None = None
         if parts.root is not None and self._shelves is not None:
             self._restorer = Restorer(parts, parts.root, self._shelves)
         self._spiller = Spiller(parts, parts.root, self._shelves)
         # mutable state, changed only in the loops
-        self._requests: dict[int, _Request] = {}
-        self._waiting: deque[_Request] = deque()
-        self._restoring = 0
+        self._requests: dict[int, Request] = {}
+        self._admission = Admission(parts)
         self._offers: Inbox[Offer] | None = None
-        self._spilling = False
-        self._settled = Event()
+        self._snapshots: deque[Snapshot] = deque()
+        self._offers_ended = self._spilling = False
+        self._changed = Event()
 
     def __repr__(self) -> str:
         figures = self.statistics()
@@ -121,15 +86,15 @@ class Store:
     async def drain(self, timeout_s: float) -> None:
         """Wait until every offer made so far is written or refused, for ``timeout_s`` at most."""
         with move_on_after(timeout_s):
-            while self._spilling or (self._offers and self._offers.statistics().waiting):
-                await self._settled.wait()
+            while self._is_spilling():
+                await self._changed.wait()
 
     def statistics(self) -> StoreStatistics:
         """Return the store's figures."""
         spilled, root, restorer = self._spiller.figures, self._parts.root, self._restorer
         return StoreStatistics(
-            restoring=self._restoring,
-            waiting=len(self._waiting),
+            restoring=self._admission.restoring,
+            waiting=len(self._admission),
             spilled_blocks=spilled.blocks,
             spilled_bytes=spilled.bytes,
             duplicates=spilled.duplicates,
@@ -140,24 +105,41 @@ class Store:
             misses=dict(restorer.misses) if restorer else {},
             problem=root.problem if root else "",
             root=root.statistics() if root else None,
+            memory=self._admission.memory.statistics(),
         )
 
     # -- submissions
 
     async def _admit_all(self, submissions: Inbox[ToStore], admissions: Outbox[ToEngine]) -> None:
-        async with submissions, admissions, create_task_group() as requests:
-            async for message in submissions:
-                match message:
-                    case Submit():
-                        request = _Request(message, CancelScope(), Event())
-                        self._requests[message.request_id] = request
-                        if self._restores(message):
-                            self._queue(request)
-                        requests.start_soon(self._serve, request, admissions)
-                    case Cancel():
-                        await self._cancel(message, admissions)
-                    case _:
-                        assert_never(message)
+        async with submissions, admissions, create_task_group() as dropping:
+            dropping.start_soon(self._drop_all, admissions)
+            async with create_task_group() as requests:
+                async for message in submissions:
+                    match message:
+                        case Submit():
+                            request = Request(message, CancelScope(), self._restores(message))
+                            self._requests[message.request_id] = request
+                            self._admission.enter(request)
+                            requests.start_soon(self._serve, request, admissions)
+                        case Cancel():
+                            await self._cancel(message, admissions)
+                        case _:
+                            assert_never(message)
+            dropping.cancel_scope.cancel()
+
+    async def _drop_all(self, admissions: Outbox[ToEngine]) -> None:
+        while True:
+            await self._admission.wait_drops()
+            await self._send_drops(admissions)
+
+    async def _send_drops(self, admissions: Outbox[ToEngine]) -> None:
+        """Send what was decided to be dropped by now; sent twice it is no news."""
+        drops = self._admission.drops
+        while drops:
+            held_id = drops[0]
+            await admissions.send(Drop(request_id=held_id))
+            if drops and drops[0] == held_id:
+                drops.popleft()
 
     async def _cancel(self, message: Cancel, admissions: Outbox[ToEngine]) -> None:
         """A request under way is told, and sends its Cancel itself (I1); else pass it on."""
@@ -168,36 +150,64 @@ class Store:
         request.cancelled = True
         request.scope.cancel()
 
-    async def _serve(self, request: _Request, admissions: Outbox[ToEngine]) -> None:
-        request_id = request.submit.request_id
+    async def _serve(self, request: Request, admissions: Outbox[ToEngine]) -> None:
         try:
             with request.scope:
                 await self._admit(request, admissions)
             if request.cancelled:
-                cancel = Cancel(request_id=request_id, before_admit=not request.admitted)
+                cancel = Cancel(request_id=request.id, before_admit=not request.admitted)
                 await admissions.send(cancel)
         finally:
-            del self._requests[request_id]
+            del self._requests[request.id]
+            self._admission.leave(request)
 
-    async def _admit(self, request: _Request, admissions: Outbox[ToEngine]) -> None:
-        submit, root, restorer = request.submit, self._parts.root, self._restorer
-        if root is None or restorer is None or self._shelves is None or not self._restores(submit):
-            admit = _admission(submit, 0, RestoreReport(), (0, (), False))
+    async def _admit(self, request: Request, admissions: Outbox[ToEngine]) -> None:
+        await request.turn.wait()
+        await self._send_drops(admissions)
+        leader = self._requests.get(request.choice_of)
+        if leader is not None and leader is not request:
+            await leader.over.wait()
+        if self._reads_more(request):
+            self._admission.let_go(request)
+            admit = await self._restore(request, admissions)
         else:
-            try:
-                await request.turn.wait()
-                await self._try_again(root)
-                restored = await restorer.restore(submit, admissions)
-            finally:
-                self._end_turn(request)
-            plan, tokens = restored.plan, len(submit.token_ids) // 4
-            with root.guard:
-                full_from = self._shelves.full_from_block(submit.chain)
-                sliding = self._shelves.sliding_blocks(submit.chain, tokens, plan)
-            offers = (full_from, sliding, not root.problem)
-            admit = _admission(submit, plan.boundary, restored.report, offers)
+            admit = self._share(request)
         await admissions.send(admit)
         request.admitted = True  # no checkpoint since the message was taken
+
+    def _reads_more(self, request: Request) -> bool:
+        """True iff the disk may have more of the prompt than the live caches."""
+        restorer = self._restorer
+        if restorer is None or not request.may_restore or self._admission.has_leader(request):
+            return False
+        return request.held is None or restorer.reach(request.submit) > request.held.tokens
+
+    async def _restore(self, request: Request, admissions: Outbox[ToEngine]) -> Admit:
+        submit, root, restorer = request.submit, self._parts.root, self._restorer
+        assert root is not None and restorer is not None and self._shelves is not None
+        self._admission.begin_restore(request)
+        await request.restore_turn.wait()
+        try:
+            await self._try_again(root)
+            restored = await restorer.restore(submit, admissions)
+        finally:
+            self._admission.end_restore(request)
+        plan, tokens = restored.plan, len(submit.token_ids) // 4
+        with root.guard:
+            full_from = self._shelves.full_from_block(submit.chain)
+            sliding = self._shelves.sliding_blocks(submit.chain, tokens, plan)
+        offers = (full_from, sliding, not root.problem)
+        return admission(request, plan.boundary, restored.report, offers)
+
+    def _share(self, request: Request) -> Admit:
+        """Nothing is read: a live cache has the prefix, or the request begins cold."""
+        submit, root = request.submit, self._parts.root
+        self._admission.end_restore(request)
+        prefix = request.held.tokens if request.held is not None else 0
+        if root is None or self._restorer is None or self._shelves is None or submit.no_store:
+            return admission(request, prefix, RestoreReport(), (0, (), False))
+        report, offers = self._restorer.look(submit, prefix)
+        return admission(request, prefix, report, (*offers, not root.problem))
 
     async def _try_again(self, root: SpillRoot) -> None:
         """If spilling is off and it is time, see whether the disk recovered."""
@@ -212,55 +222,47 @@ class Store:
     def _restores(self, submit: Submit) -> bool:
         return self._restorer is not None and not submit.no_store
 
-    def _queue(self, request: _Request) -> None:
-        if self._restoring < self._restores_max:
-            self._restoring += 1
-            request.turn.set()
-        else:
-            self._waiting.append(request)
-
-    def _end_turn(self, request: _Request) -> None:
-        if not request.turn.is_set():
-            self._waiting.remove(request)
-        elif self._waiting:
-            self._waiting.popleft().turn.set()
-        else:
-            self._restoring -= 1
-
     # -- offers
 
     async def _accept_all(self, offers: Inbox[Offer]) -> None:
-        async with offers:
-            try:
-                async for message in offers:
-                    self._spilling = True
-                    try:
-                        await self._spiller.accept(message)
-                    finally:
-                        self._spilling = False
-                        self._settled.set()
-                        self._settled = Event()
-            finally:
-                self._spiller.finish()
+        async with offers, create_task_group() as loops:
+            loops.start_soon(self._spill_all)
+            async for message in offers:
+                match message:
+                    case Snapshot():  # at most as many as the pool has slots
+                        self._snapshots.append(message)
+                    case Held():
+                        self._admission.end(message)
+                    case _:
+                        assert_never(message)
+                self._change()
+            self._offers_ended = True
+            self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = Event()
+
+    async def _spill_all(self) -> None:
+        try:
+            while self._snapshots or not self._offers_ended:
+                if not self._snapshots:
+                    await self._changed.wait()
+                    continue
+                self._spilling = True
+                try:
+                    await self._spiller.accept(self._snapshots.popleft())
+                finally:
+                    self._spilling = False
+                    self._change()
+        finally:
+            self._spiller.finish()
+
+    def _is_spilling(self) -> bool:
+        waiting = self._offers.statistics().waiting if self._offers is not None else 0
+        return self._spilling or bool(self._snapshots or waiting)
 
 
 def _shelves(parts: StoreParts, root: SpillRoot) -> Shelves:
     fingerprint = parts.fingerprint
     return Shelves(parts.layout, lambda group: root.shelf(group_folder(fingerprint, group.name)))
-
-
-def _admission(
-    submit: Submit, prefix: int, report: RestoreReport, offers: tuple[int, tuple[int, ...], bool]
-) -> Admit:
-    return Admit(
-        request_id=submit.request_id,
-        token_ids=submit.token_ids,
-        root=submit.root,
-        chain=submit.chain,
-        sampling=submit.sampling,
-        prefix_tokens=prefix,
-        restored=report,
-        full_from_block=offers[0],
-        sliding_blocks=offers[1],
-        offers=offers[2],
-    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -120,6 +120,32 @@ class Restorer:
         self.bytes += report.bytes
         self.misses.update(misses)
         return Restored(plan, report)
+
+    def reach(self, submit: Submit) -> int:
+        """Return how many tokens of a prompt the index promises now."""
+        limit = self._layout.reuse_limit(len(submit.token_ids) // 4)
+        with self._root.guard:
+            return self._shelves.plan(submit.chain, limit).boundary
+
+    def look(
+        self, submit: Submit, tokens: int
+    ) -> tuple[RestoreReport, tuple[int, tuple[int, ...]]]:
+        """Of a prompt that begins with ``tokens`` in a live cache: what is missing on the disk.
+
+        Returns the report, the first block to offer of full groups, and those of sliding ones.
+        """
+        shelves, prompt = self._shelves, len(submit.token_ids) // 4
+        misses: dict[MissReason, int] = {}
+        with self._root.guard:
+            plan = replace(shelves.plan(submit.chain, tokens), boundary=tokens)
+            if tokens < self._layout.reuse_limit(prompt):
+                misses[shelves.why_not_more(submit.chain, tokens)] = 1
+            matched = shelves.matched_tips(submit.chain, plan.matched)
+            full_from = shelves.full_from_block(submit.chain)
+            sliding = shelves.sliding_blocks(submit.chain, prompt, plan)
+        self._root.use((*matched, *plan.tips))
+        self.misses.update(misses)
+        return RestoreReport(misses=misses), (full_from, sliding)
 
     async def _try_plans(
         self,
@@ -255,6 +281,7 @@ class Restorer:
             lease=read.lease.lease,
             payload_bytes=read.part.size,
             starts_over=attempt.starts_over,
+            context_tokens=len(attempt.submit.token_ids) // 4 + attempt.submit.sampling.max_tokens,
         )
         await attempt.admissions.send(message)
         read.sent, attempt.starts_over = True, False

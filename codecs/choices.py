@@ -21,7 +21,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k         keep the k most probable tokens; 0 keeps all
     top_p         keep the smallest set with at least this probability mass; 1 keeps all
     min_p         drop tokens less probable than this share of the best one's probability
-    seed          random key; None draws one.  A key is a function of seed and step alone
+    seed          random key; None draws one.  A key is a function of seed, choice and step alone
     stop          strings that end the completion and are not part of its text
     ignore_eos    go on after an end-of-generation token
     digest_logits return the xxh3-128 of each step's float32 logits (exactness checks)
@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias    added to the logits of these ids, -100 to 100
     logprobs      return the log-probability of each token and of this many best ones; None: none
     json_schema   text of a JSON schema that the completion is held to; "" for none
+    choice        which of a prompt's several answers this one is
     """
 
     max_tokens: Positive = 256
@@ -49,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=1024)] = {}
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     json_schema: Annotated[str, msgspec.Meta(max_length=2**17)] = ""
+    choice: Annotated[int, msgspec.Meta(ge=0, le=1023)] = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """The messages of a house, one union per arrow.  Frozen, tagged; decoding is the check.
 
-gateway → store: Submit, Cancel           store → engine: Restore, Admit, Cancel
-engine → store: Snapshot                  engine → gateway: Ready, Tokens, Finished
+gateway → store: Submit, Cancel           store → engine: Restore, Admit, Cancel, Drop
+engine → store: Snapshot, Held            engine → gateway: Ready, Tokens, Finished, Stopped
 loader → engine: Tensor, Loaded
 
 Token ids travel as bytes, little-endian u32.  New fields come last and have defaults.
@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from millpond.codecs.choices import Count, Positive, SamplingParams, TokenId, TokenLogprob
 
+Priority = Annotated[int, msgspec.Meta(ge=-100, le=100)]
 Hash32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Hash16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 MissReason = Literal["absent", "incomplete_group", "corrupt", "io_error", "mismatch"]
@@ -34,7 +35,9 @@ class Submit(Descriptor, frozen=True, tag="submit"):
     root        chain root: fingerprint, guard, reuse tag and salt
     chain       chain hash of each whole block of the prompt, first block first
     sampling    how to choose tokens
-    no_store    neither read from nor written to the spill root
+    no_store    neither read from nor written to the spill root, nor shared with other requests
+    priority    the higher ones go first; who was passed over often enough goes before them
+    twin_of     another choice of the request of that number, submitted before: the same prompt
     """
 
     request_id: Count
@@ -43,6 +46,8 @@ class Submit(Descriptor, frozen=True, tag="submit"):
     chain: tuple[Hash32, ...]
     sampling: SamplingParams
     no_store: bool = False
+    priority: Priority = 0
+    twin_of: Count | None = None
 
 
 class Cancel(Descriptor, frozen=True, tag="cancel"):
@@ -69,6 +74,7 @@ class Restore(Descriptor, frozen=True, tag="restore"):
     slot, lease   where the payload lies in the restore pool; the receiver gives the slot back
     payload_bytes length of the payload
     starts_over   drop whatever this request restored before: a new attempt begins here
+    context_tokens  tokens that prompt and completion may reach; 0: as many as the model takes
     """
 
     request_id: Count
@@ -80,6 +86,7 @@ class Restore(Descriptor, frozen=True, tag="restore"):
     lease: Count
     payload_bytes: Positive
     starts_over: bool = False
+    context_tokens: Count = 0
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,11 +110,15 @@ class Admit(Descriptor, frozen=True, tag="admit"):
     token_ids        the whole prompt
     root, chain      as in Submit
     sampling         as in Submit
-    prefix_tokens    leading tokens whose K and V are in place; 0 drops any restored row
+    prefix_tokens    leading tokens whose K and V are in place, or in ``held_id``'s live cache;
+                     0 drops any restored row
     restored         report for the caller
     full_from_block  offer full-attention blocks from this block index on
     sliding_blocks   offer sliding blocks with these indexes
     offers           False: offer nothing at all
+    held_id          the held request whose live cache has the prefix; None: it was restored
+    shares           False: this request's rows are for nobody else, nor others' for it
+    priority, twin_of  as in Submit
     """
 
     request_id: Count
@@ -120,6 +131,19 @@ class Admit(Descriptor, frozen=True, tag="admit"):
     full_from_block: Count = 0
     sliding_blocks: tuple[Count, ...] = ()
     offers: bool = True
+    held_id: Count | None = None
+    shares: bool = True
+    priority: Priority = 0
+    twin_of: Count | None = None
+
+
+class Drop(Descriptor, frozen=True, tag="drop"):
+    """Store → engine: free a held live cache.
+
+    request_id  of its Held; one that is gone already is no news
+    """
+
+    request_id: Count
 
 
 class Snapshot(Descriptor, frozen=True, tag="snapshot"):
@@ -151,6 +175,18 @@ class Snapshot(Descriptor, frozen=True, tag="snapshot"):
     lease: Count
     payload_bytes: Positive
     payload_xxh3: Hash16
+
+
+class Held(Descriptor, frozen=True, tag="held"):
+    """Engine → store, exactly once after each Admit: the request ended, its memory is free.
+
+    request_id  the request
+    boundaries  prefixes of its prompt, in tokens, ascending, that its live cache still serves; the
+                engine keeps the cache until Drop.  Empty: nothing is kept
+    """
+
+    request_id: Count
+    boundaries: tuple[Positive, ...] = ()
 
 
 class Ready(Descriptor, frozen=True, tag="ready"):
@@ -188,6 +224,7 @@ class Finished(Descriptor, frozen=True, tag="finished"):
     error_type      class of ``runtime.errors`` that tells it to the caller
     cached_tokens   prompt tokens whose K and V this request did not compute
     prefilled_tokens  prompt tokens that went through the forward pass
+    shared_tokens   of cached_tokens, those whose K and V came from another live cache
     restored        the store's report
     prefill_ms, decode_ms  time on the pinned thread
     offered, refused  blocks offered to the store, and not offered because pool or arrow was full
@@ -204,6 +241,17 @@ class Finished(Descriptor, frozen=True, tag="finished"):
     offered: Count = 0
     refused: Count = 0
     error_type: str = ""
+    shared_tokens: Count = 0
+
+
+class Stopped(Descriptor, frozen=True, tag="stopped"):
+    """Engine → gateway, at most once: the pinned thread is gone, no request can go on.
+
+    error, error_type  as in Finished
+    """
+
+    error: str
+    error_type: str
 
 
 class Tensor(Descriptor, frozen=True, tag="tensor"):
@@ -244,7 +292,7 @@ class Loaded(Descriptor, frozen=True, tag="loaded"):
 
 
 ToStore = Submit | Cancel
-ToEngine = Restore | Admit | Cancel
-Offer = Snapshot
-ToGateway = Ready | Tokens | Finished
+ToEngine = Restore | Admit | Cancel | Drop
+Offer = Snapshot | Held
+ToGateway = Ready | Tokens | Finished | Stopped
 Weights = Tensor | Loaded

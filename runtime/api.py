@@ -8,6 +8,7 @@ from collections.abc import Sequence as Ordered
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypedDict, Unpack
 
 import msgspec
 from millpond.actors.engine import EngineStatistics
@@ -33,6 +34,7 @@ from millpond.runtime.threads import PinnedThread, ThreadStatistics
 
 __all__ = [
     "Health",
+    "RequestOptions",
     "Runtime",
     "RuntimeStatistics",
     "Shared",
@@ -85,6 +87,21 @@ class Health:
         return not self.problem
 
 
+class RequestOptions(TypedDict, total=False):
+    """How a request is served, beside what it asks.
+
+    salt        keeps the cache of this caller apart; empty: shared
+    no_store    neither read nor write the spill root, nor share rows with other requests
+    priority    -100 to 100, 0 by default; the higher goes first, none waits for ever
+    deadline_s  seconds from the call on in which it must end, else DeadlineExceeded
+    """
+
+    salt: str
+    no_store: bool
+    priority: int
+    deadline_s: float | None
+
+
 class Runtime:
     """One loaded model; made by ``open_runtime``, used on its event loop only."""
 
@@ -111,34 +128,55 @@ class Runtime:
         self,
         prompt: str | Ordered[int],
         sampling: SamplingParams | None = None,
-        *,
-        salt: str = "",
-        no_store: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[TokenStream]:
         """Submit a prompt; the block reads its tokens, leaving it early cancels the request.
 
         prompt    text (BOS added as the model wants it), or token ids taken verbatim
-        salt      keeps the cache of this caller apart
-        no_store  neither read nor write the spill root
-        Raises EmptyPrompt, ContextExceeded, InvalidParameter, QueueFull, RuntimeClosed; while
-        reading also RequestFailed, EngineStalled, EngineDied.
+        options   see ``RequestOptions``
+
+        Raises EmptyPrompt, ContextExceeded, InvalidParameter, KvMemoryExceeded, QueueFull,
+        DeadlineExceeded, RuntimeClosed, EngineStalled, EngineDied; while reading RequestFailed too.
         """
-        request = Prompt(
-            content=prompt, sampling=sampling or SamplingParams(), salt=salt, no_store=no_store
-        )
-        async with self._house.gateway.stream(request) as tokens:
-            yield tokens
+        async with self.stream_choices(prompt, 1, sampling, **options) as streams:
+            yield streams[0]
+
+    @asynccontextmanager
+    async def stream_choices(
+        self,
+        prompt: str | Ordered[int],
+        n: int,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncIterator[tuple[TokenStream, ...]]:
+        """Submit a prompt for ``n`` answers, whose rows are computed once.
+
+        With a seed each choice has random keys of its own.  The rest as in ``stream``; every choice
+        counts as a request.
+        """
+        request = Prompt(content=prompt, sampling=sampling or SamplingParams(), **options)
+        async with self._house.gateway.stream_choices(request, n) as streams:
+            yield streams
+
+    async def generate_choices(
+        self,
+        prompt: str | Ordered[int],
+        n: int,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> tuple[Completion, ...]:
+        """Run ``n`` answers to their ends; arguments and errors as in ``stream_choices``."""
+        async with self.stream_choices(prompt, n, sampling, **options) as streams:
+            return tuple([await tokens.result() for tokens in streams])
 
     async def generate(
         self,
         prompt: str | Ordered[int],
         sampling: SamplingParams | None = None,
-        *,
-        salt: str = "",
-        no_store: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """Run a prompt to its end; arguments and errors as in ``stream``."""
-        async with self.stream(prompt, sampling, salt=salt, no_store=no_store) as tokens:
+        async with self.stream(prompt, sampling, **options) as tokens:
             return await tokens.result()
 
     async def encode_chat(
@@ -158,18 +196,18 @@ class Runtime:
         sampling: SamplingParams | None = None,
         *,
         options: ChatOptions | None = None,
-        salt: str = "",
-        no_store: bool = False,
+        **request: Unpack[RequestOptions],
     ) -> AsyncIterator[TokenStream]:
         """Submit a chat, rendered by its template, for the model's next turn.
 
         messages  ``{"role": ..., "content": ...}``; what looks like a control token is text there
         options   tools and further variables of the template
+        request   as the options of ``stream``
 
         The rest as in ``stream``; raises what ``encode_chat`` and ``stream`` raise.
         """
         ids = await self.encode_chat(messages, options)
-        async with self.stream(ids, sampling, salt=salt, no_store=no_store) as tokens:
+        async with self.stream(ids, sampling, **request) as tokens:
             yield tokens
 
     async def chat(
@@ -178,13 +216,10 @@ class Runtime:
         sampling: SamplingParams | None = None,
         *,
         options: ChatOptions | None = None,
-        salt: str = "",
-        no_store: bool = False,
+        **request: Unpack[RequestOptions],
     ) -> Completion:
         """Return the model's next turn of a chat; arguments and errors as in ``stream_chat``."""
-        async with self.stream_chat(
-            messages, sampling, options=options, salt=salt, no_store=no_store
-        ) as tokens:
+        async with self.stream_chat(messages, sampling, options=options, **request) as tokens:
             return await tokens.result()
 
     async def drain(self) -> None:

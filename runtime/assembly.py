@@ -22,7 +22,7 @@ from millpond.actors.store import Store, StoreParts
 from millpond.actors.supervisor import HouseParts
 from millpond.codecs.fingerprint import NumericsIdentity
 from millpond.runtime.chat_encoder import ChatEncoder, read_template
-from millpond.runtime.config import Limits, RuntimeConfig
+from millpond.runtime.config import Limits, RuntimeConfig, parse_bytes
 from millpond.runtime.errors import EngineError, ModelError, SpillError
 from millpond.runtime.gguf_file import GgufFile
 from millpond.runtime.guidance import Guides
@@ -30,6 +30,7 @@ from millpond.runtime.identify import identify
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.kv.root import RootOptions, SpillRoot, open_spill_root
+from millpond.runtime.memory_budget import check_weights, device_memory
 from millpond.runtime.numerics import numerics_identity
 from millpond.runtime.staging import StagingPool
 from millpond.runtime.steps import Runner
@@ -144,6 +145,9 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         numerics = await threads.engine.call(partial(numerics_identity, config), warm_s)
         named = partial(_identify, file, config, numerics)
         identity, layout, tokenizer, chats = await threads.host.call(named)
+        memory = await threads.engine.call(device_memory, warm_s)
+        check_weights(file, identity, parse_bytes(config.weight_bytes_max, memory))
+        kv_bytes_max = parse_bytes(config.kv_bytes_max, memory)
         guides = Guides(tokenizer)
         make = partial(_make_runner, identity, layout, config, guides)
         runner = await threads.engine.call(make, warm_s)
@@ -175,8 +179,8 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         threads=threads,
         shared=shared,
         pools=pools,
-        gateway=_gateway(config, identity, (tokenizer, guides), threads),
-        store=_store(config, (identity, layout), shared, pools),
+        gateway=_gateway(config, (identity, layout, kv_bytes_max), (tokenizer, guides), threads),
+        store=_store(config, (identity, layout, kv_bytes_max), shared, pools),
         engine=engine,
         loader=Loader(file, identity, weights, threads.host),
     )
@@ -247,10 +251,11 @@ def _pools(layout: KvLayout, limits: Limits) -> tuple[StagingPool, StagingPool, 
 
 def _gateway(
     config: RuntimeConfig,
-    identity: ModelIdentity,
+    model: tuple[ModelIdentity, KvLayout, int],
     texts: tuple[Tokenizer, Guides],
     threads: Threads,
 ) -> Gateway:
+    identity, layout, kv_bytes_max = model
     return Gateway(
         GatewayParts(
             tokenizer=texts[0],
@@ -263,17 +268,19 @@ def _gateway(
             context_tokens=identity.config.context_tokens,
             limits=config.limits,
             clock=time.monotonic,
+            live_bytes=layout.live_bytes,
+            kv_bytes_max=kv_bytes_max,
         )
     )
 
 
 def _store(
     config: RuntimeConfig,
-    model: tuple[ModelIdentity, KvLayout],
+    model: tuple[ModelIdentity, KvLayout, int],
     shared: Shared,
     pools: tuple[StagingPool, ...],
 ) -> Store:
-    identity, layout = model
+    identity, layout, kv_bytes_max = model
     return Store(
         StoreParts(
             layout=layout,
@@ -286,5 +293,7 @@ def _store(
             spill_pool=pools[2],
             limits=config.limits,
             clock=time.monotonic,
+            context_tokens=identity.config.context_tokens,
+            kv_bytes_max=kv_bytes_max,
         )
     )

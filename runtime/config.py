@@ -23,7 +23,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of queues, pools and waits; the defaults suit one machine and one user.
 
     requests_max          requests in the house at once; more are refused (QueueFull)
-    sequences_max         sequences that hold a live cache at once; the others wait in order
+    sequences_max         sequences that run at once; the others wait in order
+    bypass_max            admissions, or chunks, that later or shorter prompts may have before one
+                          that waits: short prompts are quick, and long ones never starve
+    held_max              live caches of finished requests that are kept for the next turn
     channel_messages      messages that wait in one arrow; small, so that back-pressure shows
     restore_slots, spill_slots, weight_slots   slots of each staging pool
     slot_bytes_max        largest slot; larger blocks pass in plane ranges
@@ -41,6 +44,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     requests_max: int = 64
     sequences_max: int = 8
+    bypass_max: int = 4
+    held_max: int = 16
     channel_messages: int = 64
     restore_slots: int = 4
     spill_slots: int = 16
@@ -73,6 +78,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens             tokens of a KV block
     prefill_chunk_tokens     ``C`` of the grid, a multiple of block_tokens
     sliding_boundary_tokens  sliding blocks are kept at its multiples; 0: everywhere
+    kv_bytes_max             budget of the live KV caches, running ones by their worst case: bytes,
+                             ``"4GiB"`` or a share ``"50%"`` of the device's memory
+    weight_bytes_max         the weights may take so much of it as they are held
     context_tokens           tokens of prompt and completion at most; None: as trained
     durability               ``process`` survives a crash of ours, ``power`` one of the machine
     deterministic            sequences decode one by one, so that none depends on what runs beside
@@ -102,6 +110,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     chat_template: str | None = None
     deterministic: bool = False
+    kv_bytes_max: int | str = "50%"
+    weight_bytes_max: int | str = "90%"
 
     def checked(self) -> RuntimeConfig:
         """Return this configuration if every field has its type and range; raise ConfigError."""
@@ -117,7 +127,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"limits.{name}: found a negative number, expected 0 or more")
         if found.spill_root == "":
             raise ConfigError("spill_root: found no text, expected the path of a folder")
-        parse_bytes(found.spill_bytes_max, total=1)
+        for name in ("spill_bytes_max", "kv_bytes_max", "weight_bytes_max"):
+            parse_bytes(getattr(found, name), total=1)
         return found
 
     def resolved_spill_root(self) -> Path:

@@ -4,14 +4,14 @@ MillpondError
 ├─ ConfigError            the configuration's fault: what was found, what was expected
 ├─ RequestError           the caller's fault: ends that request and names its id
 │  ├─ EmptyPrompt · ContextExceeded · InvalidParameter · QueueFull · RequestFailed
-│  ├─ UnknownModel · PoolBusy
+│  ├─ UnknownModel · PoolBusy · KvMemoryExceeded · DeadlineExceeded
 ├─ CodecError             the bytes' fault: quarantine, count, miss
 │  ├─ DescriptorError · GgufError · BlockError · KvRangeError
 ├─ SpillError             the machine's fault: spilling latches off, serving goes on
 │  ├─ SpillFailed · SpillFull
 ├─ ModelError             a model that cannot load ends the start of its house
 │  ├─ ModelNotFound · ModelUnreadable · UnsupportedModel · TokenizerError · ChatTemplateError
-│  ├─ ModelUnavailable
+│  ├─ ModelUnavailable · ModelTooLarge
 └─ EngineError            the pinned thread is gone: fails its pending requests, health is red
    ├─ EngineStalled · EngineDied · RuntimeClosed
 """
@@ -26,6 +26,7 @@ __all__ = [
     "CodecError",
     "ConfigError",
     "ContextExceeded",
+    "DeadlineExceeded",
     "DescriptorError",
     "EmptyPrompt",
     "EngineDied",
@@ -33,10 +34,12 @@ __all__ = [
     "EngineStalled",
     "GgufError",
     "InvalidParameter",
+    "KvMemoryExceeded",
     "KvRangeError",
     "MillpondError",
     "ModelError",
     "ModelNotFound",
+    "ModelTooLarge",
     "ModelUnavailable",
     "ModelUnreadable",
     "PoolBusy",
@@ -82,6 +85,14 @@ class InvalidParameter(RequestError):
 
 class QueueFull(RequestError):
     """As many requests as the configuration admits are in the house already."""
+
+
+class KvMemoryExceeded(RequestError):
+    """A request whose live cache might outgrow the whole memory budget for KV."""
+
+
+class DeadlineExceeded(RequestError):
+    """The request's deadline passed before it ended; what it had computed stays cached."""
 
 
 class UnknownModel(RequestError):
@@ -141,6 +152,10 @@ class ModelUnreadable(ModelError):
 
 class UnsupportedModel(ModelError):
     """A valid GGUF that millpond cannot serve; the message says why and what is supported."""
+
+
+class ModelTooLarge(ModelError):
+    """The weights would take more memory than the configuration allows."""
 
 
 class ModelUnavailable(ModelError):

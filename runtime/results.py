@@ -35,6 +35,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     token_ids      the completion's ids, the terminating one included and counted
     finish_reason  ``stop`` or ``length``
     restore        blocks and bytes read from disk, misses by reason
+    shared_tokens  cached tokens that came from another live cache, not from the disk
     offered, refused  blocks offered to the spill store, and not offered for want of room
     logits_xxh3    digest of each step's logits, where asked for
     logprobs       of each token, where asked for
@@ -46,6 +47,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     timings: Timings
     restore: RestoreReport
+    shared_tokens: int = 0
     offered: int = 0
     refused: int = 0
     logits_xxh3: tuple[bytes, ...] = ()

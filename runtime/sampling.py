@@ -1,7 +1,7 @@
 """Logits to a token id.  Pinned thread only.
 
-A draw's random key is a function of the request's seed and the step alone, so the same request
-gives the same text whatever else runs.
+A draw's random key is a function of the request's seed, its choice and the step alone, so the same
+request gives the same text whatever else runs.
 """
 
 from __future__ import annotations
@@ -171,7 +171,9 @@ def choose(logits: Any, sampling: SamplingParams, seed: int, step: int) -> Any:
     keep &= (mx.cumsum(shares) - shares) < sampling.top_p
     keep &= shares >= sampling.min_p * shares[0]
     keep |= rank == 0  # rounding must never leave nothing to choose from
-    drawn = mx.random.categorical(mx.where(keep, ranked, -mx.inf), key=_key(seed, step))
+    drawn = mx.random.categorical(
+        mx.where(keep, ranked, -mx.inf), key=_key(seed, sampling.choice, step)
+    )
     return order[drawn]
 
 
@@ -186,10 +188,13 @@ def logprob_of(logits: Any, token_id: int, count: int) -> TokenLogprob:
     return TokenLogprob(logprob=float(values[token_id]), top=tuple(ranked))
 
 
-def _key(seed: int, step: int) -> Any:
-    """Mix seed and step into a random key: 64-bit finaliser of splitmix64 (Steele et al. 2014)."""
+def _key(seed: int, choice: int, step: int) -> Any:
+    """Mix seed, choice and step into a random key.
+
+    By the 64-bit finaliser of splitmix64 (Steele et al. 2014); choices are 2^32 steps apart.
+    """
     mask = 2**64 - 1
-    mixed = (seed + (step + 1) * 0x9E3779B97F4A7C15) & mask
+    mixed = (seed + (step + 1 + (choice << 32)) * 0x9E3779B97F4A7C15) & mask
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
     return mx.random.key((mixed ^ (mixed >> 31)) & mask)

@@ -16,9 +16,14 @@ class Sequence:
     admit           what the store said
     context_tokens  tokens that prompt and completion may reach
     prefilled       leading prompt tokens whose rows are in the live cache, by now
-    cached          of them, those that a restore put there
+    cached          of them, those that a restore or a fork put there
+    shared          of those, the ones that a fork put there
     completion      token ids chosen so far
     offering        full-attention blocks are still offered
+    follows         id of the running sequence whose rows it waits for, None if it waits for none
+    follows_tokens  how many of them; the whole prompt of a twin
+    served_step     step at which it had its last chunk, or could have had its first
+    has_ended       it runs no more; its live cache may be held
     """
 
     admit: Admit
@@ -32,11 +37,21 @@ class Sequence:
     decode_ms: float = 0.0
     offered: int = 0
     refused: int = 0
+    shared: int = 0
+    follows: int | None = None
+    follows_tokens: int = 0
+    served_step: int = 0
+    has_ended: bool = False
 
     @property
     def id(self) -> int:
         """The request id."""
         return self.admit.request_id
+
+    @property
+    def choice_of(self) -> int:
+        """Id of the request that this one is another choice of; its own if of none."""
+        return self.id if self.admit.twin_of is None else self.admit.twin_of
 
     @property
     def prompt_tokens(self) -> int:
@@ -47,6 +62,21 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """True until every prompt token went through the forward pass."""
         return self.prefilled < self.prompt_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        """Count of prompt tokens that still have to go through the forward pass."""
+        return self.prompt_tokens - self.prefilled
+
+    @property
+    def context(self) -> int:
+        """Tokens that this prompt and its completion may reach."""
+        wanted = self.prompt_tokens + self.admit.sampling.max_tokens
+        return min(self.context_tokens, wanted)
+
+    def begin_with(self, tokens: int) -> None:
+        """A fork gave it the first rows of another sequence; 0: what it had is lost."""
+        self.prefilled = self.cached = self.shared = tokens
 
     def next_chunk(self, chunk_tokens: int) -> PrefillChunk:
         """Return the chunk of the grid that comes next; the last one may be partial."""
@@ -59,7 +89,7 @@ class Sequence:
             first_token=first,
             token_ids=self.admit.token_ids[4 * first : 4 * end],
             sample=sampling if is_last else None,
-            context_tokens=min(self.context_tokens, self.prompt_tokens + sampling.max_tokens),
+            context_tokens=self.context,
             prompt=self.admit.token_ids if is_last and sampling.repetition_penalty != 1 else b"",
         )
 
@@ -105,6 +135,7 @@ class Sequence:
             error_type=error_type,
             cached_tokens=self.cached,
             prefilled_tokens=self.prefilled - self.cached,
+            shared_tokens=self.shared,
             restored=self.admit.restored,
             prefill_ms=self.prefill_ms,
             decode_ms=self.decode_ms,

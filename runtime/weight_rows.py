@@ -6,13 +6,16 @@ are read once, into a private buffer, so a file that changes under us cannot pas
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from millpond.codecs.fingerprint import NumericsIdentity
 from millpond.codecs.quants import dequantise
 from millpond.codecs.repack import REPACKED, PackedParts, packed_bytes, repack
 from millpond.runtime.gguf_file import GgufFile, StoredTensor
+from millpond.runtime.tensor_types import encoding_of
 
 CHUNK_VALUES = 2**17  # read and hashed at once; whole blocks, small enough for the cache
 
@@ -48,6 +51,23 @@ def staged_row_bytes(tensor: StoredTensor, encoding: str) -> int:
     if encoding == "f32":
         return 4 * columns
     return packed_bytes(columns, REPACKED[tensor.type.name])
+
+
+def held_weight_bytes(
+    tensors: Mapping[str, StoredTensor], needed: Collection[str], numerics: NumericsIdentity
+) -> int:
+    """Return the bytes that the needed tensors take on the device; nothing is read."""
+    width = 4 if numerics.compute_dtype == "float32" else 2
+    total = 0
+    for name in needed:
+        tensor = tensors[name]
+        encoding = encoding_of(tensor, numerics.weight_form)
+        if encoding == "f32":
+            total += width * tensor.elements
+        else:
+            columns = tensor.shape[-1]
+            total += tensor.elements // columns * staged_row_bytes(tensor, encoding)
+    return total
 
 
 def stage_rows(file: GgufFile, rows: RowRange, buffer: memoryview, digest: Hash) -> None:

@@ -35,7 +35,7 @@ BUGS = (
     # -- rows
     one(
         "wrong ring slot",
-        "runtime/testing/fake_model.py",
+        "runtime/testing/fake_caches.py",
         "return np.arange(first, end) % self._ring",
         "return np.arange(first + 1, end + 1) % self._ring",
     ),
@@ -126,10 +126,10 @@ BUGS = (
     # -- slots and leases
     one(
         "lease freed twice",
-        "actors/engine.py",
-        "        self._restores.give(plan.restores)\n",
-        "        self._restores.give(plan.restores)\n"
-        "        self._restores.give(plan.restores[:1])\n",
+        "actors/engine_batch.py",
+        "        self.restores.give(plan.restores)\n",
+        "        self.restores.give(plan.restores)\n"
+        "        self.restores.give(plan.restores[:1])\n",
     ),
     one(
         "a slot is lent twice",
@@ -159,9 +159,9 @@ BUGS = (
     ),
     one(
         "live caches of finished sequences are not freed",
-        "actors/engine.py",
-        "        del self._running[sequence.id]\n        self._frees.append(sequence.id)\n",
-        "        del self._running[sequence.id]\n",
+        "actors/engine_batch.py",
+        "        if not held.boundaries:\n            self.frees.append(sequence.id)\n",
+        "",
     ),
     one(
         "one sequence too many is admitted",
@@ -229,14 +229,38 @@ BUGS = (
     one(
         "the engine ignores the Cancel of a running request",
         "actors/engine.py",
-        "            self._running[request_id].cancelled = True\n",
-        "            pass\n",
+        "            running.cancelled = True\n",
+        "",
     ),
     one(
         "a cancelled request that waits finishes twice",
+        "actors/engine_batch.py",
+        "        sequence = self.waiting.pop(request_id, None)\n",
+        "        sequence = self.waiting.get(request_id)\n",
+    ),
+    one(
+        "a follower does not wait for its leader's rows",
+        "actors/engine_sharing.py",
+        "                if leader.prefilled >= sequence.follows_tokens:\n",
+        "                if leader.prefilled:\n",
+    ),
+    one(
+        "what a dropped cache was forked for is freed with it",
+        "actors/engine_batch.py",
+        "            frees=tuple(one for one in dict.fromkeys(self.frees) if one not in forked),\n",
+        "            frees=tuple(dict.fromkeys([*self.frees, *forked])),\n",
+    ),
+    one(
+        "a request that ends before it runs keeps its memory",
         "actors/engine.py",
-        "            sequence = self._waiting.pop(request_id)\n",
-        "            sequence = self._waiting[request_id]\n",
+        "        self._notes.append(Held(request_id=sequence.id))\n",
+        "",
+    ),
+    one(
+        "held caches are kept beyond their number",
+        "runtime/kv/memory.py",
+        "        while len(self._held) > self._held_max or self._is_over():\n",
+        "        while False:\n",
     ),
     one(
         "a second attempt does not start over",

@@ -47,6 +47,7 @@ class Tally:
     injected: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     cached_tokens: int = 0
+    shared_tokens: int = 0
     cancelled_at: set[tuple[str, int]] = field(default_factory=set)
 
     def add(self, other: Tally) -> None:
@@ -57,6 +58,7 @@ class Tally:
         self.injected += other.injected
         self.outcomes += other.outcomes
         self.cached_tokens += other.cached_tokens
+        self.shared_tokens += other.shared_tokens
         self.cancelled_at |= other.cancelled_at
 
     def count(self, seed: int, result: WorldResult) -> None:
@@ -65,6 +67,7 @@ class Tally:
         self.injected += result.injected
         self.outcomes += result.outcomes
         self.cached_tokens += result.cached_tokens
+        self.shared_tokens += result.shared_tokens
         if result.violation is not None:
             self.violations.append((seed, result.violation))
 
@@ -130,6 +133,7 @@ def report(tally: Tally, arguments: argparse.Namespace) -> None:
             "injected": dict(sorted(tally.injected.items())),
             "outcomes": dict(sorted(tally.outcomes.items())),
             "cached_tokens": tally.cached_tokens,
+            "shared_tokens": tally.shared_tokens,
             "cancelled_awaits": len(covered),
             "missing_awaits": [str(place) for place in missing],
         }
@@ -140,7 +144,7 @@ def report(tally: Tally, arguments: argparse.Namespace) -> None:
         print(f"  replay: scripts/simulate.py --seed {seed} --trace")
     print("faults: " + ", ".join(f"{kind} {n}" for kind, n in sorted(tally.injected.items())))
     print("requests: " + ", ".join(f"{kind} {n}" for kind, n in sorted(tally.outcomes.items())))
-    print(f"tokens from the cache: {tally.cached_tokens}")
+    print(f"tokens from the cache: {tally.cached_tokens}, {tally.shared_tokens} of a live one")
     print(f"awaits cancelled: {len(covered)} of {len(covered) + len(missing)}")
     for place in missing[:SHOWN_MISSING]:
         print(f"  not yet: {place}")

@@ -133,6 +133,26 @@ class KvLayout:
             kept.add(branch)
         return tuple(sorted(boundary for boundary in kept if boundary > 0))
 
+    def live_bytes(self, tokens: int) -> int:
+        """Return the most bytes that a live cache of a sequence of ``tokens`` takes.
+
+        Full groups hold every row; the others a ring, and the rows of a chunk with its window.
+        """
+        rows = self.sliding_window + self._window_rows(tokens)
+        return self._bytes(tokens, rows)
+
+    def held_bytes(self, tokens: int) -> int:
+        """Return the most bytes that a live cache takes that is kept at ``tokens``."""
+        return self._bytes(tokens, self._window_rows(tokens))
+
+    def _window_rows(self, tokens: int) -> int:
+        return min(tokens, self.sliding_window + self.chunk_tokens)
+
+    def _bytes(self, full_rows: int, sliding_rows: int) -> int:
+        return sum(
+            group.block_bytes(full_rows if group.is_full else sliding_rows) for group in self.groups
+        )
+
     def minimum_bytes(self, boundary: int) -> int:
         """Return the payload bytes that a restore up to ``boundary`` must read."""
         return sum(

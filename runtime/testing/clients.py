@@ -14,6 +14,7 @@ from millpond.actors.gateway import Prompt
 from millpond.actors.gateway_request import TokenStream
 from millpond.codecs.choices import SamplingParams
 from millpond.runtime.errors import (
+    DeadlineExceeded,
     EngineDied,
     EngineStalled,
     MillpondError,
@@ -44,10 +45,12 @@ class Client:
         requests: list[RequestPlan],
         name: str,
     ) -> None:
+        """Get ready; without ``requests`` it is told by ``ask``, perhaps twice the same."""
         self._world, self._process, self._houses = world, process, houses
+        self._asks_again = not requests
         self._requests, self._name, self._breach = requests, name, world.judge.breach
         # mutable state, changed only in run and by the world
-        self.is_closing = False
+        self.is_closing = self._has_deadline = False
         self.ended = Event()
 
     async def run(self) -> None:
@@ -66,11 +69,16 @@ class Client:
         outcome = "cancelled"
         try:
             async with _cancelled_as_planned(request):
-                async with house.house.gateway.stream(_prompt(request)) as tokens:
-                    done = await self._read(tokens, request, answer)
+                asked = house.house.gateway.stream_choices(_prompt(request), request.choices)
+                async with asked as streams:
+                    for tokens in streams:
+                        done = await self._read(tokens, request, answer)
+                        if done is not None and tokens is not streams[-1]:
+                            self._check_done(done, house, request, answer)
                 outcome = "left"
         except MillpondError as error:
             outcome = type(error).__name__
+            self._has_deadline = request.deadline_s >= 0
             self._check_error(error, house)
         if done is not None:
             outcome = "answered"
@@ -102,8 +110,13 @@ class Client:
         found = Answer(done.token_ids, done.text, done.finish_reason)
         if found != answer:
             raise self._breach(f"V1: {self._name}: found {found}, expected {answer}")
-        cached, watch = done.usage.cached_tokens, self._world.watch
+        cached, shared = done.usage.cached_tokens, done.shared_tokens
         self._world.result.cached_tokens += cached
+        self._world.result.shared_tokens += shared
+        if shared:
+            self._check_shared(done, house, request)
+            return
+        watch = self._world.watch
         most = self._world.oracle.boundary(house.model, request, watch.written.__contains__)
         if cached > (0 if request.no_store else most):
             raise self._breach(
@@ -113,6 +126,25 @@ class Client:
         searched = not request.no_store and self._process.root is not None
         if searched and cached < limit and not done.restore.misses and not house.runner.injected:
             raise self._breach(f"V10: {cached} of {limit} tokens were cached, with no miss counted")
+
+    def _check_shared(self, done: Completion, house: SimHouse, request: RequestPlan) -> None:
+        """Rows of another live cache: of a request with that prefix and salt, on the grid."""
+        cached, shared, prompt = done.usage.cached_tokens, done.shared_tokens, request.prompt
+        limit = self._process.layout.reuse_limit(len(prompt))
+        if shared == cached == len(prompt) and request.choices > 1:
+            return
+        givers = [
+            one
+            for one in self._process.plan.requests
+            if one.house == house.number
+            and one.salt == request.salt
+            and not one.no_store
+            and one.prompt[:shared] == prompt[:shared]
+        ]
+        is_alone = len(givers) < 2 and request.choices == 1 and not self._asks_again
+        on_grid = shared % self._process.layout.chunk_tokens == 0
+        if shared != cached or shared > limit or not on_grid or is_alone or request.no_store:
+            raise self._breach(f"V10: {self._name}: {shared} shared of {cached} cached tokens")
 
     def _check_error(self, error: MillpondError, house: SimHouse) -> None:
         """An error is right only if the fault that explains it happened (V2)."""
@@ -125,7 +157,9 @@ class Client:
             case RuntimeClosed():
                 is_right = self.is_closing or self._process.disk.crashed or self._is_failing()
             case QueueFull():
-                is_right = self._process.limits.requests_max < len(self._houses) * 4
+                is_right = self._process.limits.requests_max < len(self._houses) * 10
+            case DeadlineExceeded():
+                is_right = self._has_deadline
             case _:
                 is_right = False
         if not is_right:
@@ -167,12 +201,24 @@ def _prompt(request: RequestPlan) -> Prompt:
         max_tokens=request.max_tokens, stop=request.stop, ignore_eos=request.ignore_eos
     )
     return Prompt(
-        content=request.prompt, sampling=sampling, salt=request.salt, no_store=request.no_store
+        content=request.prompt,
+        sampling=sampling,
+        salt=request.salt,
+        no_store=request.no_store,
+        priority=request.priority,
+        deadline_s=request.deadline_s if request.deadline_s >= 0 else None,
     )
 
 
 def plain(request: RequestPlan) -> RequestPlan:
     """Return the same question from somebody who waits for the answer."""
     return msgspec.structs.replace(
-        request, client=0, house=0, leave_tokens=-1, cancel_s=-1.0, cancel_steps=-1
+        request,
+        client=0,
+        house=0,
+        leave_tokens=-1,
+        cancel_s=-1.0,
+        cancel_steps=-1,
+        choices=1,
+        deadline_s=-1.0,
     )

@@ -23,7 +23,8 @@ class GroupCache:
         slots = self._ring or context_tokens
         # mutable state, changed only in put, prefill and restore
         self._rows = np.zeros((group.planes, group.kv_heads, slots, width), np.uint8)
-        self._before = self._chunk = (0, self._rows[:, :, :0])
+        self._before: tuple[int, Bytes] | None = None
+        self._chunk = (0, self._rows[:, :, :0])
         self._end = 0
         self._restored: dict[int, int] = {}  # plane → end of its restored rows
 
@@ -52,9 +53,18 @@ class GroupCache:
     def fork(self, tokens: int, context_tokens: int) -> GroupCache:
         """Return a cache with the rows before ``tokens``."""
         found = GroupCache(self._group, self._window, context_tokens)
-        rows = self._at(tokens)
+        rows = self._at(tokens).copy()
         found.put(slice(None), tokens - rows.shape[2], rows)
+        found._before = (tokens, rows)
         return found
+
+    def cut(self, tokens: int) -> None:
+        """Keep what forks up to ``tokens`` need."""
+        self._at(tokens)
+        if self._before is not None:
+            start, chunk = self._before[0], self._chunk[1]
+            self._chunk = (start, chunk[:, :, : max(0, tokens - start)])
+        self._end = tokens
 
     def seen(self, end: int) -> bytes:
         """Return what attention sees before position ``end``, in logical order."""
@@ -77,11 +87,12 @@ class GroupCache:
         if not self._ring:
             assert tokens <= self._end, f"found {self._end} rows, expected {tokens} for a fork"
             return self._rows[:, :, :tokens]
-        (start, before), (first, chunk) = self._before, self._chunk
-        if chunk.shape[2] and tokens == first + chunk.shape[2]:
-            rows = np.concatenate([before, chunk], axis=2)
-            return rows[:, :, max(0, rows.shape[2] - self._ring) :]
-        if chunk.shape[2] and tokens == start:
+        if self._before is not None:
+            (start, before), chunk = self._before, self._chunk[1]
+            if tokens == start + chunk.shape[2]:
+                rows = np.concatenate([before, chunk], axis=2)
+                return rows[:, :, max(0, rows.shape[2] - self._ring) :]
+            assert tokens == start, f"found a chunk from {start} on, expected rows to {tokens}"
             return before
         assert tokens == self._end, f"found {self._end} rows, expected {tokens} for a fork"
         return self._past(tokens)

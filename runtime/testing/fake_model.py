@@ -75,7 +75,7 @@ class FakeModel:
         self.injected: Counter[str] = Counter()
         self.failed: set[int] = set()
         self._hurt: set[int] = set()
-        self.most_caches = 0
+        self.most_caches = self.most_decodes = 0
         self.left_behind: tuple[int, ...] = ()
 
     def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
@@ -119,6 +119,7 @@ class FakeModel:
             b"" if one.sequence_id in failures else self._snapshot(one) for one in step.snapshots
         ]
         self.most_caches = max(self.most_caches, len(self.caches))
+        self.most_decodes = max(self.most_decodes, len(step.decodes))
         for sequence_id in failures:
             self._drop(sequence_id)
         return StepResult(tuple(sampled), tuple(digests), failures=failures)
@@ -149,9 +150,8 @@ class FakeModel:
         }
 
     def _hold(self, hold: Hold) -> None:
-        caches = self.caches[hold.sequence_id]
-        cut = {index: cache.fork(hold.tokens, hold.tokens) for index, cache in caches.items()}
-        self.caches[hold.sequence_id] = cut
+        for cache in self.caches[hold.sequence_id].values():
+            cache.cut(hold.tokens)
         self._contexts.pop(hold.sequence_id, None)
 
     def _fork(self, fork: Fork) -> None:

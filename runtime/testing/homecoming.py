@@ -24,10 +24,14 @@ def check_home(
         raise judge.breach(f"V4: a house did not end by itself within {plan.drain_s} s")
     for house in houses:
         if not is_cut:
-            _check_house(judge, house, is_hurt)
-        caches_max = process.limits.sequences_max + process.limits.restores_max
+            _check_house(judge, house, process.limits.held_max, is_hurt)
+        limits = process.limits
+        # a request that has ended counts until the store heard of it
+        caches_max = limits.sequences_max + limits.restores_max + limits.held_max + 1
         if house.runner.most_caches > caches_max:
             raise judge.breach(f"V12: {house.runner.most_caches} live caches, at most {caches_max}")
+        if house.runner.most_decodes > limits.sequences_max:
+            raise judge.breach(f"V12: {house.runner.most_decodes} sequences ran at once")
     if root is not None and watch.alone:
         check_root(judge, root)
         used = process.disk.device.used_bytes
@@ -45,8 +49,11 @@ def check_root(judge: Judge, root: SpillRoot) -> None:
         raise judge.breach(f"V4: {figures.reserved_bytes} bytes are still reserved")
 
 
-def _check_house(judge: Judge, house: SimHouse, is_hurt: bool) -> None:
+def _check_house(judge: Judge, house: SimHouse, held_max: int, is_hurt: bool) -> None:
     house.arrows.check_end()
+    memory = house.store.statistics().memory
+    if memory.claims or memory.held > held_max:
+        raise judge.breach(f"V4: {memory}")
     for pool in house.pools:
         figures = pool.statistics()
         if figures.lent or (figures.lost and not is_hurt):

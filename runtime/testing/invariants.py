@@ -10,9 +10,10 @@
 (V7) No block of a full group is written without its parent, or outlives it.
 (V8) A file that appears under a block's name is that block, whole, with the rows it should have.
 (V9) What the durability promises is there after a crash.
-(V10) A hit is never longer than what lies whole on the disk; in quiet times it is never shorter.
+(V10) A hit is never longer than what lies whole on the disk, or than what another request with that
+     prefix and salt has in a live cache; in quiet times it is never shorter.
 (V11) A Cancel that was sent reaches the engine, and its request stops within a step.
-(V12) No more live caches exist than the limits allow.
+(V12) No more live caches exist, and no more sequences run, than the limits allow.
 (V13) A block that is being read is not evicted: it is there unless somebody else took it.
 """
 

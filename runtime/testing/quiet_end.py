@@ -42,6 +42,7 @@ async def _ask(
     if done is None:
         raise world.judge.breach(f"V2: {request} was not answered in quiet times")
     cached = done.usage.cached_tokens
-    if cached > best or (cached < best and best == hoped):
+    is_more = cached > best and not done.shared_tokens
+    if is_more or (cached < best and best == hoped):
         raise world.judge.breach(f"V10: {cached} tokens were cached, {best} lie whole on the disk")
     await house.store.drain(process.limits.drain_s)

@@ -135,6 +135,10 @@ class SimProcess:
             SimWorker(f"engine{index}", seed + 20 + index, pace, plan.engine_faults * (not index))
             for index in range(len(plan.models))
         )
+        self.kv_bytes_max: int | None = None
+        if world.bounds.kv_sequences:
+            longest = self.layout.live_bytes(context_tokens(self.layout))
+            self.kv_bytes_max = int(world.bounds.kv_sequences * longest)
         self.root: SpillRoot | None = None
         self.runners: list[FakeModel] = []
         self.abort = Event()
@@ -210,6 +214,8 @@ class SimProcess:
             restore_pool=pools[1],
             spill_pool=pools[2],
             clock=current_time,
+            context_tokens=context_tokens(self.layout),
+            kv_bytes_max=self.kv_bytes_max,
         )
 
     def _gateway_parts(self, model: int) -> GatewayParts:
@@ -223,6 +229,8 @@ class SimProcess:
             context_tokens=context_tokens(self.layout),
             limits=self.limits,
             clock=current_time,
+            live_bytes=self.layout.live_bytes,
+            kv_bytes_max=self.kv_bytes_max,
         )
 
 
@@ -241,6 +249,8 @@ def _limits(world: WorldPlan, plan: ProcessPlan) -> Limits:
         spill_slots=bounds.spill_slots,
         restores_max=bounds.restores_max,
         disk_readers=bounds.disk_readers,
+        held_max=bounds.held_max,
+        bypass_max=bounds.bypass_max,
         engine_stall_s=ENGINE_STALL_S,
         engine_warm_s=ENGINE_STALL_S,
         disk_stall_s=DISK_STALL_S,

@@ -52,7 +52,8 @@ class WorldResult:
     digest     of the trace
     injected   faults by kind
     outcomes   requests by how they ended
-    cached_tokens, events  tokens that hits gave, entries of the trace
+    cached_tokens, shared_tokens, events  tokens that hits gave, those of live caches among them,
+                entries of the trace
     """
 
     violation: str | None = None
@@ -61,6 +62,7 @@ class WorldResult:
     outcomes: Counter[str] = field(default_factory=Counter)
     cached_tokens: int = 0
     events: int = 0
+    shared_tokens: int = 0
 
 
 def run_world(

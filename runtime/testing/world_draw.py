@@ -31,7 +31,7 @@ def draw_plan(seed: int) -> WorldPlan:
     blocks = draw.choice((3, 6, 10, 20, 60))
     bytes_max = blocks * _BLOCK_FILE_BYTES + draw.randrange(_BLOCK_FILE_BYTES)
     count = draw.choice((1, 2, 2))
-    return WorldPlan(
+    plan = WorldPlan(
         seed=seed,
         backend="asyncio" if draw.random() < 0.15 else "trio",
         layout=layout,
@@ -41,6 +41,34 @@ def draw_plan(seed: int) -> WorldPlan:
         durability=draw.choice(("process", "power")),
         busy=draw.choice((0.0, 0.1, 0.4)),
         processes=tuple(_draw_process(draw, prompts) for _ in range(count)),
+    )
+    return _with_sharing(seeded_random("sharing", seed), plan)
+
+
+def _with_sharing(draw: random.Random, plan: WorldPlan) -> WorldPlan:
+    """Draw what concerns live caches: their bounds, choices, priorities, deadlines."""
+    bounds = msgspec.structs.replace(
+        plan.bounds,
+        held_max=draw.choice((0, 1, 2, 16)),
+        bypass_max=draw.choice((0, 1, 4)),
+        kv_sequences=draw.choice((0.0, 0.0, 1.0, 1.5, 3.0)),
+    )
+    processes = tuple(
+        msgspec.structs.replace(
+            process, requests=tuple(_shared_request(draw, one) for one in process.requests)
+        )
+        for process in plan.processes
+    )
+    return msgspec.structs.replace(plan, bounds=bounds, processes=processes)
+
+
+def _shared_request(draw: random.Random, request: RequestPlan) -> RequestPlan:
+    deadline_s = draw.choice((0.001, 0.01, 0.1)) if draw.random() < 0.06 else float(NEVER)
+    return msgspec.structs.replace(
+        request,
+        choices=draw.choice((2, 3)) if draw.random() < 0.15 else 1,
+        priority=draw.choice((0, 0, 0, 1, -1)),
+        deadline_s=deadline_s,
     )
 
 

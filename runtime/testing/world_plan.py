@@ -54,6 +54,8 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     leave_tokens   leave the stream after so many tokens; -1: read to the end
     cancel_s       cancel the caller after so long; -1: never
     cancel_steps   cancel the caller after so many turns of another task; -1: never
+    choices        answers that are asked for
+    priority, deadline_s  as in the API; a deadline of -1 is none
     """
 
     client: int
@@ -68,6 +70,9 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     leave_tokens: int = NEVER
     cancel_s: float = NEVER
     cancel_steps: int = NEVER
+    choices: int = 1
+    priority: int = 0
+    deadline_s: float = NEVER
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +111,11 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BoundsPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the houses; ``slot_planes`` is the size of a slot in planes, 0: a whole block."""
+    """Limits of the houses.
+
+    slot_planes   size of a slot in planes, 0: a whole block
+    kv_sequences  budget of the live caches in longest sequences, 0: no bound
+    """
 
     requests_max: int = 64
     sequences_max: int = 2
@@ -116,6 +125,9 @@ class BoundsPlan(msgspec.Struct, frozen=True, kw_only=True):
     slot_planes: int = 0
     restores_max: int = 2
     disk_readers: int = 2
+    held_max: int = 16
+    bypass_max: int = 4
+    kv_sequences: float = 0.0
 
 
 class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):

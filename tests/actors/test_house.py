@@ -19,6 +19,7 @@ from millpond.codecs.descriptors import KvDType, LayerType
 from millpond.codecs.messages import (
     Admit,
     Cancel,
+    Held,
     Loaded,
     RestoreReport,
     Submit,
@@ -86,6 +87,7 @@ class PassingStore:
 
     def __init__(self, pool: StagingPool) -> None:
         self.pool, self.offers = pool, 0
+        self.held: dict[int, tuple[int, ...]] = {}
 
     async def run(self, submissions: Inbox[Any], offers: Inbox[Any], out: Outbox[Any]) -> None:
         async with anyio.create_task_group() as loops:
@@ -97,6 +99,9 @@ class PassingStore:
     async def _offers(self, offers: Inbox[Any]) -> None:
         async with offers:
             async for message in offers:
+                if isinstance(message, Held):
+                    self.held[message.request_id] = message.boundaries
+                    continue
                 self.pool.give(message.slot, message.lease)
                 self.offers += 1
 

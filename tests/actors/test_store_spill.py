@@ -14,6 +14,7 @@ import xxhash
 from millpond.codecs.messages import (
     Admit,
     Cancel,
+    Held,
     Restore,
     Snapshot,
 )
@@ -258,6 +259,7 @@ async def test_many_requests_share_few_slots_without_a_deadlock(tmp_path: Path) 
                     else:
                         assert isinstance(message, Admit)
                         assert message.prefix_tokens == 32
+                        await bench.offers.send(Held(request_id=message.request_id))
                         admits += 1
 
 

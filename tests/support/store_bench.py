@@ -18,6 +18,7 @@ from millpond.codecs.descriptors import KvDType, LayerType
 from millpond.codecs.fingerprint import chain_root
 from millpond.codecs.messages import (
     Admit,
+    Held,
     Offer,
     Restore,
     Snapshot,
@@ -113,6 +114,7 @@ class Bench:
             assert message.request_id == submit.request_id
             if isinstance(message, Admit):
                 assert not (message.prefix_tokens == 0 and message.restored.blocks)
+                await self.offers.send(Held(request_id=message.request_id))
                 return Admitted(message, found if message.prefix_tokens else {})
             assert isinstance(message, Restore)
             if message.starts_over:
