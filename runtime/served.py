@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from millpond.runtime.api import Runtime
 
 Found = TypeVar("Found")
+NAMESPACE_DIGITS = 16
+"""Hex digits of a fingerprint that name a model's folder in the spill root."""
 
 
 @dataclass(frozen=True, slots=True)
 class RootFigures:
-    """The spill root that all models share: blocks, bytes by use and its bound, evictions ever."""
+    """The spill root that all models share: blocks, bytes by use and its bound, evictions ever.
+
+    namespaces  (namespace, blocks, bytes) of each model that wrote some, in this process or before
+    """
 
     blocks: int = 0
     block_bytes: int = 0
@@ -36,6 +41,7 @@ class RootFigures:
     evicted_blocks: int = 0
     quarantined_blocks: int = 0
     problem: str = ""
+    namespaces: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +51,7 @@ class ModelFigures:
     live, waiting, running, restoring  requests in the house, before a live cache, with one, reading
     slots_lent, slots_lost             staging slots in use, and lost for good
     refused                            blocks offered and not kept
+    namespace                          name of its folder in the root
     """
 
     live: int = 0
@@ -64,6 +71,7 @@ class ModelFigures:
     problem: str = ""
     spill_problem: str = ""
     root: RootFigures | None = None
+    namespace: str = ""
 
 
 _COUNTS = (
@@ -268,7 +276,9 @@ class RuntimeModel:
                 evicted_blocks=root.evicted_blocks,
                 quarantined_blocks=root.quarantined_blocks,
                 problem=root.problem,
+                namespaces=tuple((one.name, one.blocks, one.bytes) for one in root.namespaces),
             ),
+            namespace=self.fingerprint[:NAMESPACE_DIGITS],
         )
 
     def _check_length(self, prompt: str | Sequence[int]) -> None:

@@ -87,6 +87,7 @@ class Board:
             "lag_ms": 1e3 * max(self._lags, default=0.0),
             "pool": asdict(self._pool.statistics()),
             "models": {name: asdict(one) for name, one in self._pool.totals().items()},
+            "loaded": sorted(self._pool.loaded()),
         }
 
 

@@ -145,6 +145,12 @@ def _of_models(totals: dict[str, ModelFigures]) -> Iterable[Metric]:
 def _of_root(root: RootFigures) -> Iterable[Metric]:
     yield GaugeMetricFamily("millpond_spill_root_blocks", "Blocks there", root.blocks)
     yield GaugeMetricFamily("millpond_spill_root_bytes", "Bytes under the root", root.used_bytes)
+    held = GaugeMetricFamily(
+        "millpond_spill_namespace_bytes", "Bytes of a model's blocks", labels=("namespace",)
+    )
+    for name, _, size in root.namespaces:
+        held.add_metric((name,), size)
+    yield held
     yield GaugeMetricFamily("millpond_spill_root_bytes_max", "Its budget", root.bytes_max)
     yield GaugeMetricFamily(
         "millpond_spill_root_healthy", "1: blocks are spilled", 0 if root.problem else 1

@@ -24,14 +24,10 @@ from millpond.runtime.config import parse_bytes
 from millpond.runtime.errors import SpillFailed
 from millpond.runtime.kv.books import PROBE_BYTES, Books
 from millpond.runtime.kv.disk import Disk, PosixDisk
-from millpond.runtime.kv.files import (
-    TEMP_SUFFIX,
-    Draft,
-    quarantine,
-    trim_quarantine,
-)
+from millpond.runtime.kv.files import TEMP_SUFFIX, Draft, quarantine, trim_quarantine
 from millpond.runtime.kv.index import Block, PrefixIndex, Shelf
 from millpond.runtime.kv.journal import Journal, Kind, Record
+from millpond.runtime.kv.namespaces import by_namespace
 from millpond.runtime.kv.recovery import recover
 from millpond.runtime.kv.root_options import RootOptions, RootStatistics
 from millpond.runtime.kv.scan import Progress
@@ -132,6 +128,7 @@ class SpillRoot:
                 evicted_bytes=figures.evicted_bytes,
                 quarantined_blocks=figures.quarantined_blocks,
                 problem=self.problem,
+                namespaces=by_namespace(ledger.index.shelves.values()),
             )
 
     # -- blocks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millpond.runtime.kv.namespaces import NamespaceFigures
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootOptions:
@@ -37,6 +39,7 @@ class RootStatistics:
     bytes_max            budget for all of them
     evicted_blocks, evicted_bytes, quarantined_blocks  by this process, ever
     problem              why nothing is spilled; empty while spilling works
+    namespaces           blocks and bytes by model
     """
 
     blocks: int
@@ -50,3 +53,4 @@ class RootStatistics:
     evicted_bytes: int
     quarantined_blocks: int
     problem: str
+    namespaces: tuple[NamespaceFigures, ...] = ()
