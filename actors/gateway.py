@@ -123,11 +123,11 @@ class Gateway:
     ) -> AsyncIterator[tuple[TokenStream, ...]]:
         """Submit a prompt for several answers, whose rows are computed once; else as ``stream``."""
         requests: list[Request] = []
-        started = self._clock()
+        started, samplings = self._clock(), checked(prompt, choices)
         try:
             wait_s = prompt.deadline_s if prompt.deadline_s is not None else math.inf
             with move_on_after(wait_s) as entering:
-                await self._submit(prompt, choices, requests)
+                await self._submit(prompt, samplings, requests)
             if entering.cancelled_caught:
                 raise DeadlineExceeded(f"found no room within {prompt.deadline_s:g} s")
             for request in requests:
@@ -152,10 +152,11 @@ class Gateway:
 
     # -- requests in
 
-    async def _submit(self, prompt: Prompt, choices: int, requests: list[Request]) -> None:
+    async def _submit(
+        self, prompt: Prompt, samplings: tuple[SamplingParams, ...], requests: list[Request]
+    ) -> None:
         """Send a Submit for each choice; ``requests`` gets those that were sent."""
-        started = self._clock()
-        samplings = checked(prompt, choices)
+        started, choices = self._clock(), len(samplings)
         self._check_open(choices)
         self._entering += choices
         try:
