@@ -32,6 +32,7 @@ DRAIN_S = 30.0
 QUEUE_MAX = 256
 """Requests of one model at once: a burst of 200 clients must find room."""
 MEMORY_SHARE = "60%"
+KV_SHARE = "30%"
 KEY_VARIABLE = "MILLPOND_API_KEY"
 
 
@@ -91,6 +92,11 @@ def serve_job(options: Namespace) -> ServeJob:
     if not files and folder is None:
         raise UsageError("serve: expected --model or --models (see millpond serve --help)")
     is_local = hasattr(options, "unix") or _is_loopback(getattr(options, "host", "127.0.0.1"))
+    catalogue = Catalogue(files, folder)
+    models_max = getattr(options, "models_max", PoolSettings().models_max)
+    houses = max(1, min(models_max, len(catalogue.scan())))
+    kv_bytes_max = _kv_share(getattr(options, "kv_max", KV_SHARE), houses)
+    config = msgspec.structs.replace(config, kv_bytes_max=kv_bytes_max)
     http = HttpSettings(
         api_key=getattr(options, "api_key", os.environ.get(KEY_VARIABLE, "")),
         hosts=(*LOOPBACK, *getattr(options, "allow_host", ())) if is_local else (),
@@ -99,10 +105,10 @@ def serve_job(options: Namespace) -> ServeJob:
     )
     return ServeJob(
         config=config.checked(),
-        catalogue=Catalogue(files, folder),
+        catalogue=catalogue,
         preload=(*(name for name, _ in files[:1]), *options.preload),
         pool=PoolSettings(
-            models_max=getattr(options, "models_max", PoolSettings().models_max),
+            models_max=models_max,
             memory_bytes_max=_memory(getattr(options, "memory_max", MEMORY_SHARE)),
             keep_alive_s=getattr(options, "keep_alive", PoolSettings().keep_alive_s),
         ),
@@ -218,6 +224,16 @@ def _open_files() -> Iterator[None]:
         with suppress(OSError, ValueError):  # then connections are fewer, and the others wait
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     yield
+
+
+def _kv_share(text: str, houses: int) -> str:
+    """Return one house's part of a size that all of them have together."""
+    try:
+        parse_bytes(text, 1)
+        number, mark, _ = text.partition("%")
+        return f"{float(number) / houses:.6f}%" if mark else str(parse_bytes(text, 1) // houses)
+    except (ConfigError, ValueError) as error:
+        raise UsageError(f"argument --kv-max: {error}") from None
 
 
 def _memory(text: str) -> int:

@@ -39,6 +39,9 @@ def add_serve(commands: Commands[Any]) -> None:
         "--memory-max", metavar="SIZE", help='bytes of loaded weights: "20GiB", "60%%" of memory'
     )
     models.add_argument(
+        "--kv-max", metavar="SIZE", help='bytes of live KV caches over all models: "8GiB", "30%%"'
+    )
+    models.add_argument(
         "--keep-alive", type=float, metavar="S", help="close models idle so long; default: never"
     )
     _add_listening(parser.add_argument_group("listening"))

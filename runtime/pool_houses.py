@@ -20,8 +20,9 @@ from anyio import Event, current_time, move_on_after, to_thread
 from anyio.abc import TaskGroup
 from millpond.runtime.catalogue import Catalogue
 from millpond.runtime.errors import MillpondError, ModelUnavailable, RuntimeClosed, UnknownModel
+from millpond.runtime.figures import ModelFigures, retired, summed
 from millpond.runtime.pool_slots import PoolSettings, PoolStatistics, Slot, Waiter, Waiters
-from millpond.runtime.served import ModelFigures, ServedModel, summed
+from millpond.runtime.served import ServedModel
 
 _log = logging.getLogger(__name__)
 Opener = Callable[[str], AbstractAsyncContextManager[ServedModel]]
@@ -200,7 +201,7 @@ class Houses:
                 slot.settled.set()
                 await self._until_left(slot)
                 slot.leaving = True
-                self._retired[slot.name] = self.totals()[slot.name]
+                self._retired[slot.name] = retired(self.totals()[slot.name])
         except Exception as error:  # (I3): the others serve on
             self._fail(slot.name, _told(error))
             if not isinstance(error, MillpondError):

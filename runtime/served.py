@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -15,80 +14,27 @@ from millpond.runtime.chat import ChatOptions
 from millpond.runtime.chat_defaults import default_template
 from millpond.runtime.chat_encoder import ChatEncoder
 from millpond.runtime.errors import ContextExceeded, InvalidParameter
+from millpond.runtime.figures import ModelFigures, RootFigures, figures_of, summed
 from millpond.runtime.guidance import can_guide
 from millpond.runtime.results import Completion, StreamedToken
 
 if TYPE_CHECKING:
     from millpond.runtime.api import Runtime
 
+__all__ = [
+    "Ask",
+    "ModelFigures",
+    "Reading",
+    "RootFigures",
+    "RuntimeModel",
+    "ServedModel",
+    "serve_runtime",
+    "summed",
+]
+
 Found = TypeVar("Found")
 NAMESPACE_DIGITS = 16
 """Hex digits of a fingerprint that name a model's folder in the spill root."""
-
-
-@dataclass(frozen=True, slots=True)
-class RootFigures:
-    """The spill root that all models share: blocks, bytes by use and its bound, evictions ever.
-
-    namespaces  (namespace, blocks, bytes) of each model that wrote some, in this process or before
-    """
-
-    blocks: int = 0
-    block_bytes: int = 0
-    used_bytes: int = 0
-    quarantine_bytes: int = 0
-    bytes_max: int = 0
-    evicted_blocks: int = 0
-    quarantined_blocks: int = 0
-    problem: str = ""
-    namespaces: tuple[tuple[str, int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFigures:
-    """One loaded model now: requests by state, counts since it was loaded, and what is wrong.
-
-    live, waiting, running, restoring  requests in the house, before a live cache, with one, reading
-    slots_lent, slots_lost             staging slots in use, and lost for good
-    refused                            blocks offered and not kept
-    namespace                          name of its folder in the root
-    """
-
-    live: int = 0
-    waiting: int = 0
-    running: int = 0
-    restoring: int = 0
-    prefilled_tokens: int = 0
-    decoded_tokens: int = 0
-    spilled_blocks: int = 0
-    spilled_bytes: int = 0
-    refused: int = 0
-    restored_blocks: int = 0
-    restored_bytes: int = 0
-    misses: Mapping[str, int] = field(default_factory=dict)
-    slots_lent: int = 0
-    slots_lost: int = 0
-    problem: str = ""
-    spill_problem: str = ""
-    root: RootFigures | None = None
-    namespace: str = ""
-
-
-_COUNTS = (
-    "prefilled_tokens",
-    "decoded_tokens",
-    "spilled_blocks",
-    "spilled_bytes",
-    "refused",
-    "restored_blocks",
-    "restored_bytes",
-)
-
-
-def summed(earlier: ModelFigures, now: ModelFigures) -> ModelFigures:
-    """Return the figures of now, with what an earlier house of the model counted."""
-    counts = {name: getattr(earlier, name) + getattr(now, name) for name in _COUNTS}
-    return replace(now, **counts)
 
 
 class Reading(Protocol):
@@ -106,13 +52,20 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a model is asked: a prompt, how to go on, and how its cache may be used."""
+    """What a model is asked: a prompt, how to go on, and how its cache may be used.
+
+    n                     answers, over rows that are computed once
+    priority, deadline_s  as ``RequestOptions`` has them
+    """
 
     prompt: str | Sequence[int]
     sampling: SamplingParams
     salt: str = ""
     no_store: bool = False
     pin: bool = False
+    n: int = 1
+    priority: int = 0
+    deadline_s: float | None = None
 
 
 class ServedModel(Protocol):
@@ -138,8 +91,11 @@ class ServedModel(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    def stream(self, ask: Ask) -> AbstractAsyncContextManager[Reading]:
-        """Submit; leaving the block early cancels.  Raises as ``Runtime.stream`` does."""
+    def stream(self, ask: Ask) -> AbstractAsyncContextManager[Sequence[Reading]]:
+        """Submit; one reading for each answer.  Leaving the block early cancels them.
+
+        Raises as ``Runtime.stream_choices`` does.
+        """
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, object]], options: ChatOptions
@@ -160,6 +116,13 @@ class ServedModel(Protocol):
 
     def figures(self) -> ModelFigures:
         """Return what goes on."""
+
+
+def request_options() -> frozenset[str]:
+    """Return the names of the options that a runtime takes."""
+    from millpond.runtime.api import RequestOptions
+
+    return frozenset(RequestOptions.__annotations__)
 
 
 async def serve_runtime(runtime: Runtime, encoders: CapacityLimiter) -> RuntimeModel:
@@ -186,7 +149,7 @@ class RuntimeModel:
         self._chats = ChatEncoder(tokenizer, default) if default else None
         self.template = runtime.chat_template or default
         self.fingerprint = identity.fingerprint.hex()
-        self.can_pin = "pin" in inspect.signature(runtime.stream).parameters
+        self.can_pin = "pin" in request_options()
         self.can_guide = can_guide()
         # every character of a text takes a byte of some token at least
         self._characters_max = self.context_tokens * token_bytes_max
@@ -195,13 +158,15 @@ class RuntimeModel:
     def __repr__(self) -> str:
         return f"<RuntimeModel {self._runtime!r}>"
 
-    def stream(self, ask: Ask) -> AbstractAsyncContextManager[Reading]:
-        """Submit; leaving the block early cancels.  Raises as ``Runtime.stream`` does."""
+    def stream(self, ask: Ask) -> AbstractAsyncContextManager[Sequence[Reading]]:
+        """Submit; leaving the block early cancels.  Raises as ``Runtime.stream_choices`` does."""
         self._check_length(ask.prompt)
-        pin: dict[str, Any] = {"pin": True} if ask.pin and self.can_pin else {}
-        return self._runtime.stream(
-            ask.prompt, ask.sampling, salt=ask.salt, no_store=ask.no_store, **pin
-        )
+        options: Any = {"salt": ask.salt, "no_store": ask.no_store, "priority": ask.priority}
+        if ask.deadline_s is not None:
+            options["deadline_s"] = ask.deadline_s
+        if ask.pin and self.can_pin:
+            options["pin"] = True
+        return self._runtime.stream_choices(ask.prompt, ask.n, ask.sampling, **options)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, object]], options: ChatOptions
@@ -242,44 +207,7 @@ class RuntimeModel:
 
     def figures(self) -> ModelFigures:
         """Return what goes on."""
-        found, health = self._runtime.statistics(), self._runtime.health()
-        store, engine, root = found.store, found.engine, found.store.root
-        return ModelFigures(
-            live=found.gateway.live,
-            waiting=engine.waiting + store.waiting,
-            running=engine.running,
-            restoring=store.restoring,
-            prefilled_tokens=engine.prefilled_tokens,
-            decoded_tokens=engine.decoded_tokens,
-            spilled_blocks=store.spilled_blocks,
-            spilled_bytes=store.spilled_bytes,
-            refused=store.refused + engine.refused,
-            restored_blocks=store.restored_blocks,
-            restored_bytes=store.restored_bytes,
-            misses={str(reason): count for reason, count in store.misses.items()},
-            slots_lent=sum(pool.lent for pool in found.pools),
-            slots_lost=sum(pool.lost for pool in found.pools),
-            problem=health.problem,
-            spill_problem=health.spill_problem,
-            root=None
-            if root is None
-            else RootFigures(
-                blocks=root.blocks,
-                block_bytes=root.block_bytes,
-                used_bytes=root.block_bytes
-                + root.reserved_bytes
-                + root.doomed_bytes
-                + root.quarantine_bytes
-                + root.other_bytes,
-                quarantine_bytes=root.quarantine_bytes,
-                bytes_max=root.bytes_max,
-                evicted_blocks=root.evicted_blocks,
-                quarantined_blocks=root.quarantined_blocks,
-                problem=root.problem,
-                namespaces=tuple((one.name, one.blocks, one.bytes) for one in root.namespaces),
-            ),
-            namespace=self.fingerprint[:NAMESPACE_DIGITS],
-        )
+        return figures_of(self._runtime, self.fingerprint[:NAMESPACE_DIGITS])
 
     def _check_length(self, prompt: str | Sequence[int]) -> None:
         if isinstance(prompt, str) and len(prompt) > self._characters_max:

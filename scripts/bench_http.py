@@ -195,7 +195,7 @@ async def _idle(tokens: int) -> AsyncIterator[Bench]:
 async def _embedded(bench: Bench) -> Run:
     sampling = SamplingParams(max_tokens=bench.tokens, ignore_eos=True)
     marks, started = [], time.perf_counter()
-    async with bench.model.stream(Ask(prompt=PROMPT, sampling=sampling)) as tokens:
+    async with bench.model.stream(Ask(prompt=PROMPT, sampling=sampling)) as (tokens,):
         async for _ in tokens:
             marks.append(time.perf_counter())
     return _run_of(started, marks[0], marks[-1], bench.tokens)

@@ -21,6 +21,8 @@ Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Mass = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+Priority = Annotated[int, msgspec.Meta(ge=-100, le=100)]
+Deadline = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]
 Message = dict[str, Any]
 
 
@@ -35,7 +37,8 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
     """What every form of a request for text may say; names and meaning as in OpenAI's API.
 
     ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``cache_salt`` (keeps a tenant's
-    cache apart), ``no_store`` (neither read nor write the spill root) and ``pin`` are extensions.
+    cache apart), ``no_store`` (neither read nor write the spill root), ``pin``, ``priority`` and
+    ``deadline_s`` are extensions.
     """
 
     model: Name | None = None
@@ -57,6 +60,8 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Salt = ""
     no_store: bool = False
     pin: bool = False
+    priority: Priority = 0
+    deadline_s: Deadline | None = None
 
 
 class CompletionBody(TextBody, frozen=True, kw_only=True):
@@ -97,6 +102,9 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     output_config: dict[str, Any] | None = None
     cache_salt: Salt = ""
     no_store: bool = False
+    pin: bool = False
+    priority: Priority = 0
+    deadline_s: Deadline | None = None
 
 
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):

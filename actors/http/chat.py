@@ -15,11 +15,11 @@ from millpond.actors.http.generation import Choice
 from millpond.actors.http.logprobs import Logprobs
 from millpond.actors.http.problems import invalid, unsupported
 from millpond.actors.http.record import RequestRecord
-from millpond.actors.http.sampling import sampling_of
+from millpond.actors.http.sampling import ask_of, sampling_of
 from millpond.actors.http.turns import Segment, TurnReader, knows_tools, regions_of
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.results import Completion, StreamedToken
-from millpond.runtime.served import Ask, ServedModel
+from millpond.runtime.served import ServedModel
 
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
@@ -42,19 +42,12 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
             messages_for(model.template, body.messages),
             ChatOptions(tools=tools, variables=body.chat_template_kwargs),
         )
-        asks = [
-            Ask(
-                prompt=ids,
-                sampling=params,
-                salt=body.cache_salt,
-                no_store=body.no_store,
-                pin=body.pin,
-            )
-            for params in sampling_of(
-                body, body.max_completion_tokens or model.context_tokens, schema
-            )
-        ]
-        choices = [Choice(index, ask, index == 0) for index, ask in enumerate(asks)]
+        ask = ask_of(
+            body,
+            ids,
+            sampling_of(body, body.max_completion_tokens or model.context_tokens, schema),
+        )
+        choices = [Choice(index, ask, index == 0) for index in range(body.n)]
         head = forms.AnswerHead(
             forms.new_id("chatcmpl"), "chat.completion", exchange.record.model, model.fingerprint
         )

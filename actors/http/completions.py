@@ -13,9 +13,9 @@ from millpond.actors.http.generation import Choice
 from millpond.actors.http.logprobs import Logprobs
 from millpond.actors.http.problems import invalid
 from millpond.actors.http.record import RequestRecord
-from millpond.actors.http.sampling import sampling_of
+from millpond.actors.http.sampling import ask_of, sampling_of
 from millpond.runtime.results import Completion, StreamedToken
-from millpond.runtime.served import Ask, ServedModel
+from millpond.runtime.served import ServedModel
 
 MAX_TOKENS_DEFAULT = 16
 """Completion tokens where a request names no number, as OpenAI has it."""
@@ -33,19 +33,9 @@ async def completions(exchange: Exchange, services: Services) -> None:
 
     async def prepare(model: ServedModel) -> tuple[Sequence[Choice], CompletionAnswer]:
         choices = [
-            Choice(
-                index=place * body.n + number,
-                ask=Ask(
-                    prompt=prompt,
-                    sampling=params,
-                    salt=body.cache_salt,
-                    no_store=body.no_store,
-                    pin=body.pin,
-                ),
-                is_first=number == 0,
-            )
-            for place, prompt in enumerate(prompts)
-            for number, params in enumerate(sampling)
+            Choice(place * body.n + number, ask, number == 0)
+            for place, ask in enumerate([ask_of(body, one, sampling) for one in prompts])
+            for number in range(body.n)
         ]
         head = forms.AnswerHead(
             forms.new_id("cmpl"), "text_completion", exchange.record.model, model.fingerprint

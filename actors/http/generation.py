@@ -1,17 +1,18 @@
-"""Run the choices of one request, each as a request of its own to the model."""
+"""Run the choices of one request: all prompts at once, the choices of a prompt over its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
-from anyio import Event, create_task_group, current_time
+from anyio import create_task_group, current_time
 from millpond.actors.http.problems import ApiError
 from millpond.actors.http.record import RequestRecord
 from millpond.runtime.errors import MillpondError
 from millpond.runtime.results import Completion, StreamedToken
-from millpond.runtime.served import Ask, ServedModel
+from millpond.runtime.served import Ask, Reading, ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +42,49 @@ class Sink(Protocol):
 async def run_choices(
     model: ServedModel, choices: Sequence[Choice], sink: Sink, record: RequestRecord
 ) -> None:
-    """Run all choices; the first error ends the others and is raised.
+    """Run all choices at once; the first error ends the others and is raised.
 
-    The first choice of each prompt reads it; its others begin with their prompt's cache, once it
-    gave a token.  Raises the errors of ``Runtime.stream``, and what the sink raises.
+    Choices of one prompt follow each other, and share one Ask with their count.  Raises the errors
+    of ``Runtime.stream``, and what the sink raises.
     """
     record.phase = "queued"
-    if len(choices) == 1:
-        await _run(model, choices[0], (sink, record), Event())
-        return
-    try:
-        async with create_task_group() as group:
-            was_read = Event()
-            for choice in choices:
-                if choice.is_first:
-                    was_read = Event()
-                    group.start_soon(_run, model, choice, (sink, record), was_read)
-                else:
-                    group.start_soon(_run_after, model, choice, (sink, record), was_read)
-    except BaseExceptionGroup as errors:
-        raise _first(errors) from None
-
-
-async def _run_after(
-    model: ServedModel, choice: Choice, told: tuple[Sink, RequestRecord], was_read: Event
-) -> None:
-    await was_read.wait()
-    await _run(model, choice, told, Event())
+    prompts = [
+        choices[place : place + choice.ask.n]
+        for place, choice in enumerate(choices)
+        if choice.is_first
+    ]
+    await _all([partial(_run, model, one, sink, record) for one in prompts])
 
 
 async def _run(
-    model: ServedModel, choice: Choice, told: tuple[Sink, RequestRecord], was_read: Event
+    model: ServedModel, choices: Sequence[Choice], sink: Sink, record: RequestRecord
 ) -> None:
-    """Run one choice; ``was_read`` is set once its prompt was read, or it ended."""
-    sink, record = told
-    async with model.stream(choice.ask) as tokens:
-        async for token in tokens:
-            record.saw_token(current_time())
-            was_read.set()
-            await sink.token(choice, token)
-        completion = await tokens.result()
-    was_read.set()
+    """Run the choices of one prompt."""
+    async with model.stream(choices[0].ask) as readings:
+        pairs = zip(choices, readings, strict=True)
+        await _all([partial(_read, choice, tokens, sink, record) for choice, tokens in pairs])
+
+
+async def _read(choice: Choice, tokens: Reading, sink: Sink, record: RequestRecord) -> None:
+    async for token in tokens:
+        record.saw_token(current_time())
+        await sink.token(choice, token)
+    completion = await tokens.result()
     record.saw_completion(completion, choice.is_first)
     await sink.done(choice, completion)
+
+
+async def _all(tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Run tasks at once, a single one without a group; raises the first error of ours."""
+    if len(tasks) == 1:
+        await tasks[0]()
+        return
+    try:
+        async with create_task_group() as group:
+            for task in tasks:
+                group.start_soon(task)
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

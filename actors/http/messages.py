@@ -17,11 +17,11 @@ from millpond.actors.http.generation import Choice
 from millpond.actors.http.messages_input import openai_messages, openai_tools
 from millpond.actors.http.problems import unsupported
 from millpond.actors.http.record import RequestRecord
-from millpond.actors.http.sampling import checked_sampling
+from millpond.actors.http.sampling import ask_of, checked_sampling
 from millpond.actors.http.turns import Segment, TurnReader, knows_tools
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.results import Completion, StreamedToken
-from millpond.runtime.served import Ask, ServedModel
+from millpond.runtime.served import ServedModel
 
 
 async def messages(exchange: Exchange, services: Services) -> None:
@@ -45,13 +45,13 @@ async def messages(exchange: Exchange, services: Services) -> None:
         if schema and not model.can_guide:
             raise unsupported("output_format", "it needs the schema extra, not installed here")
         ids = await _ids_of(model, found, tools)
-        ask = Ask(prompt=ids, sampling=sampling, salt=body.cache_salt, no_store=body.no_store)
+        ask = ask_of(body, ids, sampling)
         form = MessageAnswer(
             exchange.record.model, len(ids), turn_reader(model, bool(tools)), model.end_ids
         )
         return [Choice(0, ask)], form
 
-    await answer(exchange, services, Job(body.model, body.stream, False, prepare))
+    await answer(exchange, services, Job(body.model, body.stream, body.pin, prepare))
 
 
 async def count_tokens(exchange: Exchange, services: Services) -> None:

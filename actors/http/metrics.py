@@ -112,6 +112,7 @@ class _PoolCollector(Collector):
 
 _COUNTS = {
     "prefilled_tokens": "Tokens that went through prefill",
+    "shared_tokens": "Tokens of prompts whose rows came from another live cache",
     "decoded_tokens": "Tokens that were chosen",
     "spilled_blocks": "Blocks written to the spill root",
     "spilled_bytes": "Bytes written to the spill root",
@@ -126,15 +127,19 @@ def _of_models(totals: dict[str, ModelFigures]) -> Iterable[Metric]:
     states = GaugeMetricFamily(
         "millpond_model_requests", "Requests of a loaded model", labels=("model", "state")
     )
+    held = GaugeMetricFamily(
+        "millpond_held_caches", "Live caches kept for the next turn", labels=("model",)
+    )
     healthy = GaugeMetricFamily("millpond_model_healthy", "1: it serves", labels=("model",))
     slots = GaugeMetricFamily("millpond_staging_slots", "Staging slots", labels=("model", "state"))
     for name, found in totals.items():
         for state in _STATES:
             states.add_metric((name, state), getattr(found, state))
+        held.add_metric((name,), found.held)
         healthy.add_metric((name,), 0 if found.problem else 1)
         slots.add_metric((name, "lent"), found.slots_lent)
         slots.add_metric((name, "lost"), found.slots_lost)
-    yield from (states, healthy, slots)
+    yield from (states, held, healthy, slots)
     for field, text in _COUNTS.items():
         family = CounterMetricFamily(f"millpond_{field}", text, labels=("model",))
         for name, found in totals.items():

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from millpond.actors.http.bodies import ChatBody, CompletionBody, TextBody
+from millpond.actors.http.bodies import ChatBody, CompletionBody, MessagesBody, TextBody
 from millpond.actors.http.problems import invalid, unsupported
 from millpond.codecs.choices import SamplingParams
+from millpond.runtime.served import Ask
 
 KNOWN = frozenset(SamplingParams.__struct_fields__)
 _NEUTRAL = {
@@ -22,8 +23,8 @@ _NEUTRAL = {
 }
 
 
-def sampling_of(body: TextBody, max_tokens: int, schema: str = "") -> tuple[SamplingParams, ...]:
-    """Return how to choose tokens, once per choice; with a seed, each choice has its own.
+def sampling_of(body: TextBody, max_tokens: int, schema: str = "") -> SamplingParams:
+    """Return how to choose tokens.
 
     max_tokens  completion tokens where the body names no number
     schema      text of a JSON schema that the answers are held to, "" for none
@@ -48,10 +49,23 @@ def sampling_of(body: TextBody, max_tokens: int, schema: str = "") -> tuple[Samp
         fields["logprobs"] = count
     for name in fields.keys() - KNOWN:
         raise unsupported(name)
-    if body.seed is None:
-        return (checked_sampling(fields),) * body.n
-    seeds = [(body.seed + number) % 2**63 for number in range(body.n)]
-    return tuple(checked_sampling(fields | {"seed": seed}) for seed in seeds)
+    if body.seed is not None:
+        fields["seed"] = body.seed % 2**63
+    return checked_sampling(fields)
+
+
+def ask_of(body: TextBody | MessagesBody, prompt: str | list[int], sampling: SamplingParams) -> Ask:
+    """Return what a body asks of the model for one prompt."""
+    return Ask(
+        prompt=prompt,
+        sampling=sampling,
+        n=body.n if isinstance(body, TextBody) else 1,
+        salt=body.cache_salt,
+        no_store=body.no_store,
+        pin=body.pin,
+        priority=body.priority,
+        deadline_s=body.deadline_s,
+    )
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class FakeServed:
     seen: set[bytes] = field(default_factory=set)
 
     @asynccontextmanager
-    async def stream(self, ask: Ask) -> AsyncIterator[FakeReading]:
+    async def stream(self, ask: Ask) -> AsyncIterator[tuple[FakeReading, ...]]:
         """Submit; raises EmptyPrompt, ContextExceeded, QueueFull."""
         await checkpoint()
         ids = await self.encode(ask.prompt, True) if isinstance(ask.prompt, str) else ask.prompt
@@ -62,14 +62,13 @@ class FakeServed:
         if self.live >= self.requests_max:
             raise QueueFull(f"found {self.live} requests in the house")
         self.asks.append(ask)
-        self.live += 1
-        reading = FakeReading(self, ids, ask)
+        self.live += ask.n
+        readings = tuple(FakeReading(self, ids, ask, choice) for choice in range(ask.n))
         try:
-            yield reading
+            yield readings
         finally:
-            self.live -= 1
-            if not reading.ended:
-                self.cancelled += 1
+            self.live -= ask.n
+            self.cancelled += sum(not one.ended for one in readings)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, object]], options: ChatOptions
@@ -102,11 +101,12 @@ class FakeServed:
         """Return what goes on."""
         return ModelFigures(live=self.live, running=self.live, problem=self.problem)
 
-    def completion_of(self, ids: Sequence[int], ask: Ask) -> list[int]:
+    def completion_of(self, ids: Sequence[int], ask: Ask, choice: int) -> list[int]:
         """Return the ids that answer a prompt."""
         if self.script is not None:
             return list(self.script(ids))
-        seed = repr((list(ids), ask.sampling.temperature and ask.sampling.seed)).encode()
+        drawn = (ask.sampling.seed, choice) if ask.sampling.temperature else ()
+        seed = repr((list(ids), drawn)).encode()
         count = min(ask.sampling.max_tokens, self.context_tokens - len(ids))
         letters = hashlib.shake_256(seed).digest(count)
         return [ord("a") + one % 26 for one in letters]
@@ -115,9 +115,9 @@ class FakeServed:
 class FakeReading:
     """The reader's end."""
 
-    def __init__(self, model: FakeServed, ids: Sequence[int], ask: Ask) -> None:
+    def __init__(self, model: FakeServed, ids: Sequence[int], ask: Ask, choice: int) -> None:
         self._model, self._ids, self._ask = model, ids, ask
-        self._all = model.completion_of(ids, ask)[: ask.sampling.max_tokens]
+        self._all = model.completion_of(ids, ask, choice)[: ask.sampling.max_tokens]
         self._given: list[int] = []
         self._text = ""
         self.ended = False

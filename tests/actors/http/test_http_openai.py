@@ -6,7 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from millpond.runtime.errors import ContextExceeded, EngineDied, QueueFull, RequestFailed
+from millpond.runtime.errors import (
+    ContextExceeded,
+    DeadlineExceeded,
+    EngineDied,
+    KvMemoryExceeded,
+    QueueFull,
+    RequestFailed,
+)
 
 pytestmark = pytest.mark.anyio
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
@@ -54,7 +61,7 @@ async def test_prompts_may_be_texts_ids_or_lists_and_n_multiplies_them(start: An
             assert all(len(one["text"]) == 4 for one in found["choices"])
             assert found["usage"]["completion_tokens"] == 8 * count
         assert found["usage"]["prompt_tokens"] == 3
-        assert {ask.sampling.seed for ask in running.fake.asks} == {7, 8}
+        assert {(ask.sampling.seed, ask.n) for ask in running.fake.asks} == {(7, 2)}
 
 
 async def test_a_schema_reaches_the_model_in_every_form_that_clients_know(start: Any) -> None:
@@ -87,14 +94,21 @@ async def test_a_schema_reaches_the_model_in_every_form_that_clients_know(start:
             assert refused.json()["error"]["code"] == "unsupported_parameter"
 
 
-async def test_further_choices_wait_until_their_prompt_was_read(start: Any) -> None:
+async def test_what_a_request_says_of_its_turn_reaches_the_model(start: Any) -> None:
     async with start() as running:
-        lives: list[int] = []
-        running.fake.pace = lambda index: lives.append(running.fake.live) if not index else None
-        body = {"prompt": ["x" * 40, "y" * 40], "n": 3, "max_tokens": 4, "temperature": 0}
-        found = (await running.post("/v1/completions", body)).json()
-        assert len(found["choices"]) == 6 and max(lives[:2]) == 2  # one of each prompt
-        assert found["usage"]["prompt_tokens"] == 80
+        more = {"priority": 7, "deadline_s": 2.5, "cache_salt": "me", "no_store": True}
+        for path, body in (
+            ("/v1/completions", {"prompt": "a", "n": 3}),
+            ("/v1/chat/completions", HELLO | {"n": 2}),
+            ("/v1/messages", HELLO),
+        ):
+            assert (await running.post(path, body | more)).status_code == 200
+            for wrong in ({"priority": 101}, {"priority": 0.5}, {"deadline_s": 0}):
+                assert (await running.post(path, body | wrong)).status_code == 400
+        asks = running.fake.asks
+        assert [ask.n for ask in asks] == [3, 2, 1]
+        assert all((ask.priority, ask.deadline_s) == (7, 2.5) for ask in asks)
+        assert all((ask.salt, ask.no_store) == ("me", True) for ask in asks)
 
 
 async def test_every_choice_of_a_stream_is_whole(start: Any) -> None:
@@ -260,6 +274,8 @@ async def test_errors_of_the_engine_have_codes_and_numbers(start: Any) -> None:
             (EngineDied("gone"), 503, "engine_failed"),
             (ContextExceeded("no"), 400, "context_length_exceeded"),
             (QueueFull("full"), 429, "queue_full"),
+            (KvMemoryExceeded("no"), 400, "kv_memory_exceeded"),
+            (DeadlineExceeded("late"), 504, "deadline_exceeded"),
         ):
             running.fake.error = raised
             response = await running.post(path, {"prompt": "x"})

@@ -200,3 +200,27 @@ def test_a_model_that_cannot_be_loaded_ends_the_start(folder: Path) -> None:
     command += ["--model", str(folder / "c.gguf"), "--no-spill"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "c.gguf" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "houses", "share"),
+    [("30%", 1, "30.000000%"), ("30%", 4, "7.500000%"), ("8GiB", 4, str(2 * 2**30))],
+)
+def test_the_memory_for_caches_is_divided_among_the_models(
+    text: str, houses: int, share: str
+) -> None:
+    from millpond.runtime.cli_serve import _kv_share
+
+    assert _kv_share(text, houses) == share
+
+
+def test_the_choices_of_a_prompt_cost_its_prefill_once(folder: Path) -> None:
+    with serving(folder, "--model", str(folder / "a.gguf")) as process:
+        body = {"prompt": "abcd" * 200, "n": 4, "max_tokens": 3, "ignore_eos": True}
+        found = httpx.post(f"{process.url}/v1/completions", json=body).json()
+        assert len(found["choices"]) == 4
+        assert (
+            'millpond_prefilled_tokens_total{model="a"} 801.0'
+            in httpx.get(f"{process.url}/metrics").text
+        )
+        assert process.stop() == 0
