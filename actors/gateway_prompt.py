@@ -26,10 +26,6 @@ PRIORITY_MAX = 100
 CHOICES_MAX = 1024  # as many as a random key tells apart
 
 
-def _nothing(tokens: int) -> int:
-    return 0
-
-
 def _no_schema(schema: str) -> None:
     raise InvalidParameter("json_schema: this model cannot be held to one")
 
@@ -47,8 +43,7 @@ class GatewayParts:
     clock           monotonic seconds
     check_schema    raises InvalidParameter for a JSON schema that answers cannot be held to; runs
                     on ``thread``
-    live_bytes      most bytes of a live cache that reaches so many tokens
-    kv_bytes_max    budget of all live caches, None: no bound
+    memory_tokens   tokens of one request that the memory for live caches holds, None: any
     """
 
     tokenizer: GatewayTokenizer
@@ -61,8 +56,7 @@ class GatewayParts:
     limits: Limits
     clock: Callable[[], float]
     check_schema: Callable[[str], None] = _no_schema
-    live_bytes: Callable[[int], int] = _nothing
-    kv_bytes_max: int | None = None
+    memory_tokens: int | None = None
 
 
 _DEFAULT_SAMPLING = SamplingParams()
@@ -123,12 +117,10 @@ def prepare(parts: GatewayParts, prompt: Prompt, sampling: SamplingParams) -> Su
             f"prompt: found {len(ids)} tokens, expected at most {parts.context_tokens - 1} "
             f"in a context of {parts.context_tokens}"
         )
-    context = min(parts.context_tokens, len(ids) + sampling.max_tokens)
-    needed = parts.live_bytes(context)
-    if parts.kv_bytes_max is not None and needed > parts.kv_bytes_max:
+    if parts.memory_tokens is not None and len(ids) >= parts.memory_tokens:
         raise KvMemoryExceeded(
-            f"KV memory: found a request that may need {needed} bytes for {context} tokens, "
-            f"expected at most {parts.kv_bytes_max}"
+            f"prompt: found {len(ids)} tokens, expected at most {parts.memory_tokens - 1}: the "
+            f"memory for live caches holds {parts.memory_tokens} of one request"
         )
     packed = pack_tokens(ids)
     root = chain_root(parts.fingerprint, parts.guard, parts.reuse, prompt.salt)

@@ -94,7 +94,7 @@ class Store:
         spilled, root, restorer = self._spiller.figures, self._parts.root, self._restorer
         return StoreStatistics(
             restoring=self._admission.restoring,
-            waiting=len(self._admission),
+            waiting=len(self._requests) - self._admission.restoring,
             spilled_blocks=spilled.blocks,
             spilled_bytes=spilled.bytes,
             duplicates=spilled.duplicates,

@@ -82,10 +82,6 @@ class Admission:
         self._claimed: dict[int, Submit] = {}
         self._readers: deque[Request] = deque()  # those that may read, the running ones first
 
-    def __len__(self) -> int:
-        """Count of requests without memory."""
-        return len(self._waiting)
-
     def enter(self, request: Request) -> None:
         """A request came; its ``turn`` is set once it has its memory."""
         self._requests[request.id] = request

@@ -49,7 +49,7 @@ class StoreParts:
 class StoreStatistics:
     """Figures of one store.
 
-    restoring, waiting            requests whose blocks are read, and those without memory yet
+    restoring, waiting            requests whose blocks are read, and all others here
     spilled_blocks, spilled_bytes files written, and their whole sizes
     duplicates                    offers of blocks that were there
     refused, refusals             offers that were not kept, in all and by reason

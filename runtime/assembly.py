@@ -148,6 +148,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         memory = await threads.engine.call(device_memory, warm_s)
         check_weights(file, identity, parse_bytes(config.weight_bytes_max, memory))
         kv_bytes_max = parse_bytes(config.kv_bytes_max, memory)
+        context_tokens = layout.tokens_within(kv_bytes_max, identity.config.context_tokens)
         guides = Guides(tokenizer)
         make = partial(_make_runner, identity, layout, config, guides)
         runner = await threads.engine.call(make, warm_s)
@@ -162,7 +163,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
             runner=runner,
             thread=threads.engine,
             layout=layout,
-            context_tokens=identity.config.context_tokens,
+            context_tokens=context_tokens,
             end_ids=tokenizer.end_ids,
             weight_pool=weights,
             restore_pool=restores,
@@ -179,8 +180,8 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         threads=threads,
         shared=shared,
         pools=pools,
-        gateway=_gateway(config, (identity, layout, kv_bytes_max), (tokenizer, guides), threads),
-        store=_store(config, (identity, layout, kv_bytes_max), shared, pools),
+        gateway=_gateway(config, (identity, context_tokens), (tokenizer, guides), threads),
+        store=_store(config, (identity, layout, kv_bytes_max, context_tokens), shared, pools),
         engine=engine,
         loader=Loader(file, identity, weights, threads.host),
     )
@@ -251,11 +252,11 @@ def _pools(layout: KvLayout, limits: Limits) -> tuple[StagingPool, StagingPool, 
 
 def _gateway(
     config: RuntimeConfig,
-    model: tuple[ModelIdentity, KvLayout, int],
+    model: tuple[ModelIdentity, int],
     texts: tuple[Tokenizer, Guides],
     threads: Threads,
 ) -> Gateway:
-    identity, layout, kv_bytes_max = model
+    identity, memory_tokens = model
     return Gateway(
         GatewayParts(
             tokenizer=texts[0],
@@ -268,19 +269,18 @@ def _gateway(
             context_tokens=identity.config.context_tokens,
             limits=config.limits,
             clock=time.monotonic,
-            live_bytes=layout.live_bytes,
-            kv_bytes_max=kv_bytes_max,
+            memory_tokens=memory_tokens,
         )
     )
 
 
 def _store(
     config: RuntimeConfig,
-    model: tuple[ModelIdentity, KvLayout, int],
+    model: tuple[ModelIdentity, KvLayout, int, int],
     shared: Shared,
     pools: tuple[StagingPool, ...],
 ) -> Store:
-    identity, layout, kv_bytes_max = model
+    identity, layout, kv_bytes_max, context_tokens = model
     return Store(
         StoreParts(
             layout=layout,
@@ -293,7 +293,7 @@ def _store(
             spill_pool=pools[2],
             limits=config.limits,
             clock=time.monotonic,
-            context_tokens=identity.config.context_tokens,
+            context_tokens=context_tokens,
             kv_bytes_max=kv_bytes_max,
         )
     )

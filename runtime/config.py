@@ -15,6 +15,7 @@ from millpond.runtime.errors import ConfigError
 ComputeDType = Literal["float32", "bfloat16"]
 WeightForm = Literal["dense", "repacked"]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+_SLOTS = ("restore_slots", "spill_slots", "weight_slots")
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
 _UNITS |= {"k": KIB, "m": MIB, "g": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -122,6 +123,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("block_tokens", "prefill_chunk_tokens", "blas_threads"):
             if getattr(found, name) < 1:
                 raise ConfigError(f"{name}: found {getattr(found, name)}, expected at least 1")
+        for name in ("sequences_max", "channel_messages", *_SLOTS):
+            if getattr(found.limits, name) < 1:
+                raise ConfigError(f"limits.{name}: found 0 or less, expected at least 1")
         for name in msgspec.structs.asdict(found.limits):
             if getattr(found.limits, name) < 0:
                 raise ConfigError(f"limits.{name}: found a negative number, expected 0 or more")

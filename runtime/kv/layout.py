@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from millpond.codecs.descriptors import KvDType, KvSpillDescriptor, LayerType
@@ -140,6 +141,10 @@ class KvLayout:
         """
         rows = self.sliding_window + self._window_rows(tokens)
         return self._bytes(tokens, rows)
+
+    def tokens_within(self, bytes_max: int, tokens_max: int) -> int:
+        """Return the tokens, at most ``tokens_max``, of the longest sequence that fits; or 0."""
+        return bisect_right(range(1, tokens_max + 1), bytes_max, key=self.live_bytes)
 
     def held_bytes(self, tokens: int) -> int:
         """Return the most bytes that a live cache takes that is kept at ``tokens``."""

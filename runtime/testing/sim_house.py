@@ -229,8 +229,6 @@ class SimProcess:
             context_tokens=context_tokens(self.layout),
             limits=self.limits,
             clock=current_time,
-            live_bytes=self.layout.live_bytes,
-            kv_bytes_max=self.kv_bytes_max,
         )
 
 

@@ -162,9 +162,10 @@ def test_admission_waits_for_memory_and_every_request_gets_its_turn() -> None:
 def test_what_can_never_fit_is_refused_at_once_with_its_numbers() -> None:
     async def main() -> None:
         async with opened(Limits(requests_max=3), kv_bytes_max=LAYOUT.live_bytes(30)) as house:
-            with pytest.raises(KvMemoryExceeded, match="for 31 tokens, expected at most"):
-                await house.ask(prompt(28), max_tokens=3)
-            await house.ask(prompt(27), max_tokens=3)
+            with pytest.raises(KvMemoryExceeded, match="found 30 tokens, expected at most 29"):
+                await house.ask(prompt(30))
+            done = await house.ask(prompt(28), max_tokens=9)
+            assert (len(done.token_ids), done.finish_reason) == (2, "length")
             async with house.gateway.stream_choices(asked(prompt(9)), 2):
                 with pytest.raises(QueueFull, match="found 2 requests in the house and 2 more"):
                     async with house.gateway.stream_choices(asked(prompt(9)), 2):

@@ -74,3 +74,19 @@ def test_a_grid_that_does_not_fit_is_refused() -> None:
         layout(chunk=300)
     with pytest.raises(DescriptorError, match="sliding_boundary_tokens"):
         layout(stride=300)
+
+
+def test_the_longest_sequence_that_fits_is_found_to_the_token() -> None:
+    found = layout()
+    for tokens in (1, 255, 256, 700, 768, 769, 4096):
+        budget = found.live_bytes(tokens)
+        assert found.tokens_within(budget, 10_000) == tokens
+        assert found.tokens_within(budget - 1, 10_000) == tokens - 1
+        assert found.tokens_within(budget, 100) == min(tokens, 100)
+    assert found.tokens_within(0, 10_000) == 0
+
+
+def test_a_held_cache_never_takes_more_than_the_running_one_did() -> None:
+    for found in (layout(), layout((F,)), layout((S,)), layout(window=10_000)):
+        for tokens in (256, 512, 4096):
+            assert found.held_bytes(tokens) <= found.live_bytes(tokens)

@@ -198,10 +198,16 @@ def resident_pages() -> int:
 
 
 @pytest.mark.soak
-async def test_memory_is_flat_over_ten_thousand_short_requests(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grid", [256, 16], ids=["spilling", "sharing"])
+async def test_memory_is_flat_over_ten_thousand_short_requests(
+    tiny: Path, tmp_path: Path, grid: int
+) -> None:
+    """With the small grid live caches are held and dropped; no root, whose index would grow."""
     greedy = SamplingParams(max_tokens=2, ignore_eos=True)
+    root = tmp_path if grid == 256 else None
+    settings = config(tiny, root, block_tokens=grid, prefill_chunk_tokens=grid, deterministic=False)
     sizes = []
-    async with open_runtime(config(tiny, tmp_path, deterministic=False)) as runtime:
+    async with open_runtime(settings) as runtime:
         for number in range(11_000):
             await runtime.generate(ids(5 + number % 30, number), greedy)
             if number >= 1000 and number % 1000 == 999:

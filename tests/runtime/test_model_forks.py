@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -165,3 +165,33 @@ def test_a_fork_that_cannot_be_fails_its_target_only(bench: Bench) -> None:
     assert all("RowError" in problem for problem in found.failures.values())
     assert answer == expected
     bench.run(frees=(1,))
+
+
+def test_live_and_held_caches_take_no_more_than_the_layout_says(bench: Bench) -> None:
+    """The numbers that admission counts with, against the arrays that there are."""
+    layout = bench.model._layout
+
+    def taken(who: int) -> int:
+        arrays = {
+            id(array): array.nbytes
+            for cache in bench.model._caches[who].values()
+            for array in [*cache.arrays(), *getattr(cache, "_rows", ())]
+            if array is not None
+        }
+        return sum(arrays.values())
+
+    for length in (5, 33, 48, 200):
+        ids = prompt(length, seed=length)
+        chunk = [
+            replace(bench.chunk(1, ids, first), context_tokens=length + STEPS)
+            for first in range(0, length, CHUNK)
+        ]
+        for one in chunk:
+            found = bench.run(prefills=(one,))
+            assert taken(1) <= layout.live_bytes(length + STEPS)
+        bench.decode(1, ids, [(found.sampled[0].token_id, b"")])
+        assert taken(1) <= layout.live_bytes(length + STEPS)
+        if kept := length // CHUNK * CHUNK:
+            bench.run(holds=(Hold(1, kept),))
+            assert taken(1) <= layout.held_bytes(kept)
+        bench.run(frees=(1,))

@@ -141,6 +141,18 @@ def test_steps_of_near_seeds_do_not_repeat_each_other() -> None:
         assert one[:-1] != other[1:]
 
 
+def test_choices_of_one_seed_draw_apart_and_none_is_that_of_a_near_seed() -> None:
+    def choice(number: int, seed: int = 3) -> list[int]:
+        sampling = SamplingParams(temperature=1.0, seed=seed, choice=number)
+        return drawn_by(sampling, steps=40)
+
+    found = [choice(number) for number in (0, 1, 2, 1023)]
+    others = [choice(0, seed) for seed in (4, 5, 3 + 1023)]
+    assert len({tuple(one) for one in found + others}) == len(found + others)
+    assert choice(2) == found[2]
+    assert found[0] == drawn_by(SamplingParams(temperature=1.0, seed=3), steps=40)
+
+
 def test_without_a_seed_requests_draw_their_own_and_keep_it() -> None:
     sampling = SamplingParams(temperature=1.0)
     sampler, logits = Sampler(()), logits_of(*PROBABILITIES)

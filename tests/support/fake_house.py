@@ -125,13 +125,19 @@ class Plan:
     worker: Any
     pools: list[StagingPool]
 
+    @property
+    def context(self) -> int:
+        if self.kv_bytes_max is None:
+            return CONTEXT
+        return self.layout.tokens_within(self.kv_bytes_max, CONTEXT)
+
     def engine(self) -> Engine:
         return Engine(
             EngineParts(
                 runner=self.model,
                 thread=self.worker,
                 layout=self.layout,
-                context_tokens=CONTEXT,
+                context_tokens=self.context,
                 end_ids=frozenset({END_ID}),
                 weight_pool=self.pools[0],
                 restore_pool=self.pools[1],
@@ -154,7 +160,7 @@ class Plan:
                 restore_pool=self.pools[1],
                 spill_pool=self.pools[2],
                 clock=anyio.current_time,
-                context_tokens=CONTEXT,
+                context_tokens=self.context,
                 kv_bytes_max=self.kv_bytes_max,
             )
         )
@@ -171,8 +177,7 @@ class Plan:
                 context_tokens=CONTEXT,
                 limits=self.limits,
                 clock=anyio.current_time,
-                live_bytes=self.layout.live_bytes,
-                kv_bytes_max=self.kv_bytes_max,
+                memory_tokens=self.context,
             )
         )
 
