@@ -2,7 +2,8 @@
 
 Invariants
 
-(I1) A slot that was lent is sent in a Tensor or given back, on every path.
+(I1) A slot that was lent is sent in a Tensor or given back, on every path but one: what a stuck
+     read may still write to is lost.
 (I2) The bytes sent are those that the identity was made of: the digest is computed again on the
      way, and a file that changed ends in Loaded with an error.
 (I3) The file is closed when ``run`` ends, however it ends.
@@ -17,12 +18,12 @@ from functools import partial
 
 from millpond.codecs.messages import Loaded, Tensor, Weights
 from millpond.runtime.channels import Outbox
-from millpond.runtime.errors import ModelError, UnsupportedModel
+from millpond.runtime.errors import EngineStalled, ModelError, UnsupportedModel
 from millpond.runtime.families.tensors import expected_tensors
 from millpond.runtime.gguf_file import GgufFile, StoredTensor
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.staging import StagingPool
-from millpond.runtime.tensor_digest import combined_digest, tensor_digest
+from millpond.runtime.tensor_digest import add_to_digest, combined_digest
 from millpond.runtime.tensor_types import encoding_of
 from millpond.runtime.threads import Worker
 from millpond.runtime.weight_rows import RowRange, stage_rows, staged_row_bytes
@@ -44,13 +45,19 @@ class Loader:
 
     file      open; the loader owns it from here on
     identity  of that very file; its ``numerics.weight_form`` decides between f32 and repacked rows
+    stall_s   reading and staging one slot longer than this ends the load; None: never
     """
 
     def __init__(
-        self, file: GgufFile, identity: ModelIdentity, pool: StagingPool, worker: Worker
+        self,
+        file: GgufFile,
+        identity: ModelIdentity,
+        pool: StagingPool,
+        worker: Worker,
+        stall_s: float | None = None,
     ) -> None:
         self._file, self._identity = file, identity
-        self._pool, self._worker = pool, worker
+        self._pool, self._worker, self._stall_s = pool, worker, stall_s
         self._needed = expected_tensors(identity.config, file.tensors.keys())
         # mutable state, changed only in run
         self._digests: dict[str, bytes] = {}
@@ -73,6 +80,8 @@ class Loader:
                     error = self._difference()
                 except ModelError as failure:
                     error = str(failure)
+                except EngineStalled as failure:
+                    error = f"{self._file.path}: it cannot be read: {failure}"
                 await weights.send(Loaded(tensors=self._sent, error=error))
 
     def statistics(self) -> LoaderStatistics:
@@ -91,17 +100,28 @@ class Loader:
             self._digests[tensor.name] = digest.digest()
             self._sent += 1
         else:
-            hash_it = partial(tensor_digest, self._file, tensor)
-            self._digests[tensor.name] = await self._worker.call(hash_it)
+            self._digests[tensor.name] = await self._hash(tensor)
         self._read_bytes += tensor.payload_bytes
+
+    async def _hash(self, tensor: StoredTensor) -> bytes:
+        """Return the digest of a tensor that is not needed, read in slots' worths."""
+        digest = hashlib.sha256()
+        for start in range(0, tensor.payload_bytes, self._pool.slot_bytes):
+            end = min(start + self._pool.slot_bytes, tensor.payload_bytes)
+            add = partial(add_to_digest, self._file, tensor, range(start, end), digest)
+            await self._worker.call(add, self._stall_s)
+        return digest.digest()
 
     async def _send_rows(
         self, rows: RowRange, digest: hashlib._Hash, weights: Outbox[Weights]
     ) -> None:
         lease = await self._pool.lend(rows.payload_bytes)
         try:
-            await self._worker.call(partial(stage_rows, self._file, rows, lease.buffer, digest))
+            stage = partial(stage_rows, self._file, rows, lease.buffer, digest)
+            await self._worker.call(stage, self._stall_s)
             await weights.send(_message(rows, lease.slot, lease.lease))
+        except EngineStalled:
+            raise  # the stuck thread may still write to the slot
         except BaseException:
             self._pool.give(lease.slot, lease.lease)  # (I1): neither raises once it was sent
             raise

@@ -28,6 +28,7 @@ from millpond.runtime.assembly import (
 from millpond.runtime.channels import ChannelStatistics
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.config import RuntimeConfig
+from millpond.runtime.numerics import compute_problem
 from millpond.runtime.results import Completion
 from millpond.runtime.staging import StagingStatistics
 from millpond.runtime.threads import PinnedThread, ThreadStatistics
@@ -74,12 +75,14 @@ class RuntimeStatistics:
 class Health:
     """Whether requests can be served, and whether their cache can.
 
-    problem        empty while the engine serves
-    spill_problem  empty while blocks are spilled
+    problem          empty while the engine serves
+    spill_problem    empty while blocks are spilled
+    compute_problem  why it is slower than it could be; empty if it is not
     """
 
     problem: str
     spill_problem: str
+    compute_problem: str = ""
 
     @property
     def is_serving(self) -> bool:
@@ -238,7 +241,12 @@ class Runtime:
 
     def health(self) -> Health:
         """Return what works."""
-        return Health(self._built.engine.statistics().problem, self.spill_report().problem)
+        built = self._built
+        return Health(
+            built.engine.statistics().problem,
+            self.spill_report().problem,
+            compute_problem(built.identity.numerics, built.config),
+        )
 
     def statistics(self) -> RuntimeStatistics:
         """Return the figures of everything with a queue."""

@@ -39,6 +39,7 @@ from millpond.runtime.tokenizer import Tokenizer, make_tokenizer
 
 _log = logging.getLogger(__name__)
 TOKEN_BYTES = 8  # of a writer token: enough never to meet another one
+READ_BYTES_PER_S_MIN = 10e6  # a file that is read slower counts as stuck
 THREAD_CLOSE_S = 10.0  # a thread that still runs a call then is left behind; it is a daemon
 
 
@@ -137,14 +138,15 @@ def _open_root(config: RuntimeConfig) -> SpillRoot:
 async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Built:
     """Read the model's header, name it, and make its actors; nothing runs yet.
 
-    Raises ModelError (ChatTemplateError too), ConfigError or DescriptorError.
+    Raises ModelError (ChatTemplateError too), ConfigError, DescriptorError, or EngineStalled.
     """
     warm_s = config.limits.engine_warm_s
-    file = await threads.host.call(partial(GgufFile.open, config.model))
+    file = await threads.host.call(partial(GgufFile.open, config.model), config.limits.read_stall_s)
     try:
         numerics = await threads.engine.call(partial(numerics_identity, config), warm_s)
+        stall_s = warm_s + file.file_bytes / READ_BYTES_PER_S_MIN
         named = partial(_identify, file, config, numerics)
-        identity, layout, tokenizer, chats = await threads.host.call(named)
+        identity, layout, tokenizer, chats = await threads.host.call(named, stall_s)
         memory = await threads.engine.call(device_memory, warm_s)
         check_weights(file, identity, parse_bytes(config.weight_bytes_max, memory))
         kv_bytes_max = parse_bytes(config.kv_bytes_max, memory)
@@ -157,7 +159,6 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         raise
     config = msgspec.structs.replace(config, limits=_fitted(layout, config.limits))
     pools = _pools(layout, config.limits)
-    weights, restores, spills = pools
     engine = Engine(
         EngineParts(
             runner=runner,
@@ -165,9 +166,9 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
             layout=layout,
             context_tokens=context_tokens,
             end_ids=tokenizer.end_ids,
-            weight_pool=weights,
-            restore_pool=restores,
-            spill_pool=spills,
+            weight_pool=pools[0],
+            restore_pool=pools[1],
+            spill_pool=pools[2],
             limits=config.limits,
             clock=time.monotonic,
         )
@@ -183,7 +184,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         gateway=_gateway(config, (identity, context_tokens), (tokenizer, guides), threads),
         store=_store(config, (identity, layout, kv_bytes_max, context_tokens), shared, pools),
         engine=engine,
-        loader=Loader(file, identity, weights, threads.host),
+        loader=Loader(file, identity, pools[0], threads.host, config.limits.read_stall_s),
     )
 
 

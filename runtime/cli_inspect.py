@@ -41,6 +41,7 @@ def inspect_lines(report: dict[str, Any]) -> list[str]:
         ("namespace", f"{report['namespace']}, fingerprint {report['fingerprint']}"),
         ("producer", provenance["producer_version"] or "not hf2q"),
         *_model_rows(report),
+        *_computing_rows(report),
         ("can be served", f"no: {report['problem']}" if report["problem"] else "yes"),
     ]
     lines = [f"{name:<14}{visible(text)}" for name, text in rows]
@@ -59,6 +60,17 @@ def _model_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("memory", f"{bytes_text(report['memory']['dense_bytes'])} as dense weights"))
     if report["vocabulary"] is not None:
         rows.append(("vocabulary", _vocabulary(report["vocabulary"])))
+    return rows
+
+
+def _computing_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    found = report["numerics"]
+    how = f"{found['device_kind']}, {found['compute_dtype']}, MLX {found['mlx_version']}"
+    if found["device_kind"] == "cpu":
+        how = f"{how}, BLAS {found['blas_name']} {found['blas_version']}".rstrip()
+    rows = [("computes on", how)]
+    if report["compute_problem"]:
+        rows.append(("slow because", report["compute_problem"]))
     return rows
 
 

@@ -38,6 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     engine_stall_s        a pinned call longer than this fails the house (600 until warm)
     engine_warm_s         the same until the first kernels are compiled
     disk_stall_s          a file operation longer than this latches spilling off
+    read_stall_s          reading a weight slot's worth of a file longer than this fails a load
     drain_s               time that a closing house gets to write what was offered
     quarantine_bytes_max  bytes that bad files may keep for inspection
     free_bytes_min        free space of the file system that spilling never takes
@@ -59,6 +60,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     engine_stall_s: float = 120.0
     engine_warm_s: float = 600.0
     disk_stall_s: float = 60.0
+    read_stall_s: float = 120.0
     drain_s: float = 30.0
     quarantine_bytes_max: int = 256 * MIB
     free_bytes_min: int = 512 * MIB

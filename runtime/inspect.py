@@ -18,7 +18,9 @@ from millpond.runtime.families.tensors import expected_tensors
 from millpond.runtime.gguf_file import GgufFile, StoredTensor
 from millpond.runtime.identify import describe, name_of, quant_of, read_config, repo_of
 from millpond.runtime.kv.layout import KvLayout
+from millpond.runtime.numerics import compute_problem
 from millpond.runtime.tensor_types import encoding_of
+from millpond.runtime.tokenizer import make_tokenizer
 from millpond.runtime.vocabulary import read_vocabulary
 from millpond.runtime.weight_rows import staged_row_bytes
 
@@ -54,6 +56,8 @@ def inspect_report(
             report["kv"], kv_problem = _attempt(lambda: _kv(descriptor, config))
             report["vocabulary"], vocabulary_problem = _attempt(lambda: _vocabulary(file, shape))
             problem = problem or kv_problem or vocabulary_problem
+        report["numerics"] = msgspec.to_builtins(numerics)
+        report["compute_problem"] = compute_problem(numerics, config)
         report["tensor_types"] = _tensor_types(file, needed)
         report["problem"] = problem
         return report
@@ -179,6 +183,7 @@ def _kv(descriptor: KvSpillDescriptor, config: RuntimeConfig) -> dict[str, Any]:
 
 def _vocabulary(file: GgufFile, shape: ModelConfig) -> dict[str, Any]:
     found = read_vocabulary(file.metadata, shape.vocab)
+    make_tokenizer(found)  # what only its engine finds, such as an unknown pre-tokeniser
     return {
         "model": found.model,
         "pre": found.pre,

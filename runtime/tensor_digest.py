@@ -32,12 +32,17 @@ def tensor_digests(file: GgufFile) -> dict[str, bytes]:
 def tensor_digest(file: GgufFile, tensor: StoredTensor) -> bytes:
     """Read one tensor and return the SHA-256 of its bytes.  Blocks; raises ModelUnreadable."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(READ_BYTES, tensor.payload_bytes)))
-    for start in range(0, tensor.payload_bytes, READ_BYTES):
-        part = buffer[: tensor.payload_bytes - start]
-        file.read(tensor, start, part)
-        digest.update(part)
+    add_to_digest(file, tensor, range(tensor.payload_bytes), digest)
     return digest.digest()
+
+
+def add_to_digest(file: GgufFile, tensor: StoredTensor, part: range, digest: hashlib._Hash) -> None:
+    """Read some bytes of a tensor into its digest.  Blocks; raises ModelUnreadable."""
+    buffer = memoryview(bytearray(min(READ_BYTES, len(part))))
+    for start in range(part.start, part.stop, READ_BYTES):
+        piece = buffer[: part.stop - start]
+        file.read(tensor, start, piece)
+        digest.update(piece)
 
 
 def combined_digest(tensors: Mapping[str, StoredTensor], digests: Mapping[str, bytes]) -> str:

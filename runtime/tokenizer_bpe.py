@@ -55,6 +55,29 @@ _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", *_GPT2, r"[0-9][0-9][0-9]")
 _TEKKEN = _o200k(_CASED, r"\p{N}")
 _GPT4O = _o200k([f"{word}{_CONTRACTIONS}?" for word in _CASED], r"\p{N}{1,3}")
 
+# Letters with case, those of some scripts and of mathematics left out.
+_DEEPSEEK_LETTERS = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8A}\x{2D00}-\x{2D2D}"
+    r"\x{A790}-\x{A7FA}\x{AB30}-\x{AB68}\x{10570}-\x{105BC}"
+    r"\x{10D50}-\x{10D85}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DF2A}]]"
+)
+_DEEPSEEK_ASIAN = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?{_DEEPSEEK_LETTERS}+",
+    r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
+    r"\s+$",
+    _DEEPSEEK_ASIAN,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_ASIAN, r"\p{N}")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+
 _EXPRESSIONS: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
     "default": (_DEFAULT, ("", "default")),
     "gpt2": (_GPT2, ("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "gigachat")),
@@ -70,6 +93,9 @@ _EXPRESSIONS: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
     "falcon": (_FALCON, ("falcon",)),
     "tekken": (_TEKKEN, ("tekken",)),
     "gpt-4o": (_GPT4O, ("gpt-4o", "llama4")),
+    "deepseek llm": (_DEEPSEEK_LLM, ("deepseek-llm",)),
+    "deepseek coder": (_DEEPSEEK_CODER, ("deepseek-coder",)),
+    "deepseek 3": (_DEEPSEEK3, ("deepseek-v3", "hunyuan-dense")),
 }
 PRE_TOKENIZERS = {name: found for found, names in _EXPRESSIONS.values() for name in names}
 """``tokenizer.ggml.pre`` → expressions."""

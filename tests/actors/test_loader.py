@@ -19,9 +19,11 @@ from millpond.codecs.messages import Loaded, Tensor, Weights
 from millpond.codecs.repack import PackedParts
 from millpond.runtime.channels import Inbox, channel
 from millpond.runtime.config import RuntimeConfig
+from millpond.runtime.errors import EngineStalled
 from millpond.runtime.gguf_file import GgufFile
 from millpond.runtime.identify import identify
 from millpond.runtime.staging import StagingPool
+from millpond.runtime.threads import Worker
 
 pytestmark = pytest.mark.anyio
 SLOT_BYTES = 2**20
@@ -40,7 +42,22 @@ class InlineWorker:
         return function()
 
 
-def make_loader(path: Path, pool: StagingPool, weight_form: str = "dense") -> Loader:
+class StuckWorker(InlineWorker):
+    """As a thread that hangs in a read: from the fourth call on nothing comes back in time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def call(self, function: Callable[[], Any], stall_s: float | None = None) -> Any:
+        self.calls += 1
+        if self.calls > 3:
+            raise EngineStalled(f"host: a call ran longer than {stall_s:g} s")
+        return await super().call(function)
+
+
+def make_loader(
+    path: Path, pool: StagingPool, weight_form: str = "dense", worker: Worker | None = None
+) -> Loader:
     numerics = NumericsIdentity(
         device_kind="cpu",
         device_model="test",
@@ -53,9 +70,8 @@ def make_loader(path: Path, pool: StagingPool, weight_form: str = "dense") -> Lo
         kernel_revision=1,
     )
     file = GgufFile.open(path)
-    return Loader(
-        file, identify(file, RuntimeConfig(model=str(path)), numerics, {}), pool, InlineWorker()
-    )
+    identity = identify(file, RuntimeConfig(model=str(path)), numerics, {})
+    return Loader(file, identity, pool, worker or InlineWorker(), 5)
 
 
 class FakeEngine:
@@ -229,3 +245,17 @@ async def test_an_engine_that_is_gone_brings_every_slot_home(shared_reference: P
     with pytest.raises(anyio.BrokenResourceError):
         await loader.run(outbox)
     assert pool.statistics().lent == 0
+
+
+async def test_a_read_that_hangs_ends_the_load_and_keeps_the_slot_it_may_write_to(
+    shared_reference: Path,
+) -> None:
+    pool = StagingPool("weights", 2, SLOT_BYTES)
+    loader = make_loader(fixture(shared_reference, "gemma3-tiny-f32"), pool, worker=StuckWorker())
+    outbox, inbox = channel("weights", Weights, 2)
+    engine = FakeEngine(pool)
+    async with anyio.create_task_group() as group:
+        group.start_soon(loader.run, outbox)
+        group.start_soon(engine.run, inbox)
+    assert engine.loaded is not None and "longer than 5 s" in engine.loaded.error
+    assert pool.statistics().lent == 1

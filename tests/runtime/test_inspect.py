@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from gguf import GGUFReader
@@ -100,6 +102,26 @@ def test_a_grid_that_does_not_fit_is_the_problem_and_the_rest_is_shown(
     found = report(path, block_tokens=256, prefill_chunk_tokens=300)
     assert "found 300, expected a multiple of 256" in found["problem"]
     assert found["kv"] is None and found["vocabulary"]["tokens"] == 512
+
+
+def test_a_vocabulary_that_no_tokeniser_reads_is_the_problem(
+    shared_reference: Path, tmp_path: Path
+) -> None:
+    """Only its arrays were looked at once: the file was called fit, and then could not be loaded."""
+    whole = (shared_reference / "fixtures" / "gemma4-dense-tiny-f32.gguf").read_bytes()
+    path = tmp_path / "x.gguf"
+    name = b"tokenizer.ggml.model" + (8).to_bytes(4, "little") + (6).to_bytes(8, "little")
+    path.write_bytes(whole.replace(name + b"gemma4", name + b"gemma9"))
+    assert "tokenizer.ggml.model: found 'gemma9'" in report(path)["problem"]
+
+
+def test_a_cpu_without_the_fast_blas_is_told_of(shared_reference: Path) -> None:
+    path = shared_reference / "fixtures" / "gemma3-tiny-f32.gguf"
+    slow = msgspec.structs.replace(NUMERICS, blas_name="bundled")
+    config = RuntimeConfig(model=str(path))
+    told = inspect_report(path, config, slow, {})["compute_problem"]
+    assert ("fast-cpu" in told) is (sys.platform == "linux")
+    assert report(path)["compute_problem"] == ""
 
 
 def test_what_is_no_gguf_raises(tmp_path: Path) -> None:

@@ -80,6 +80,12 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         ("gpt-4o", "it's", ["i", "t", "'s"]),
         ("falcon", "1234", ["123", "4"]),
         ("default", "!!ab", ["!!", "ab"]),
+        ("deepseek-llm", "1234 ab", ["1234", " ", "ab"]),
+        ("deepseek-llm", "!!ab\n\n", ["!!", "ab", "\n", "\n"]),
+        ("deepseek-coder", "1234 ab", ["1", "2", "3", "4", " ", "ab"]),
+        ("deepseek-coder", "!!ab", ["!!", "ab"]),
+        ("deepseek-v3", "1234", ["123", "4"]),
+        ("deepseek-v3", "!a\n\n", ["!a", "\n\n"]),
     ],
 )
 def test_pre_tokenisers_cut_as_their_name_says(pre: str, text: str, expected: list[str]) -> None:
