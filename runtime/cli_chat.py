@@ -160,7 +160,7 @@ class Session:
             case "/clear":
                 self._clear()
             case "/stats" if not self.reports:
-                self._terminal.tell("no answer yet")
+                self._terminal.tell("no answer ended yet")
             case "/stats" if self._talk.as_json:
                 self._terminal.tell(summary(self.reports[-1]))
             case "/stats":

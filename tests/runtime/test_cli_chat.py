@@ -168,7 +168,7 @@ def test_what_is_no_command_is_a_message(bench: Bench, capfd: Capture) -> None:
     assert bench.talk(b"/stats\n/what\n/help\n/etc/passwd is what?\n /exit \n") == 0
     assert [roles(asked) for asked in bench.runtime.asked] == ["u:/etc/passwd is what?"]
     err = capfd.readouterr().err.splitlines()
-    assert err[0] == "no answer yet"
+    assert err[0] == "no answer ended yet"
     assert err[1] == err[2] and "/clear" in err[1]
 
 
