@@ -90,17 +90,18 @@ def _pieces(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> list[tuple[by
     """
     last = {token: index for index, token in enumerate(vocabulary.tokens)}
     unknown = _unknown_id(vocabulary, kinds)
+    normal, byte, unused = TokenKind.NORMAL, TokenKind.BYTE, TokenKind.UNUSED
     pieces: list[tuple[bytes, float, int]] = []
     for index, (token, score, kind) in enumerate(
         zip(vocabulary.tokens, vocabulary.scores, kinds, strict=True)
     ):
         if index == unknown:
             pieces.append((_name(index), score, _PIECE_UNKNOWN))
-        elif kind is TokenKind.BYTE and last[token] == index and token in _BYTE_NAMES:
+        elif kind is byte and last[token] == index and token in _BYTE_NAMES:
             pieces.append((token, score, _PIECE_BYTE))
-        elif kind is TokenKind.NORMAL and last[token] == index and _is_text(token):
+        elif kind is normal and last[token] == index and _is_text(token):
             pieces.append((token, score, _PIECE_NORMAL))
-        elif kind is TokenKind.UNUSED and last[token] == index and _is_text(token):
+        elif kind is unused and last[token] == index and _is_text(token):
             pieces.append((token, score, _PIECE_UNUSED))
         else:
             pieces.append((_name(index), score, _PIECE_CONTROL))
@@ -139,10 +140,13 @@ def _name(index: int) -> bytes:
     return b"%b%d" % (_NAME, index)
 
 
+_SMALL = tuple(bytes((number,)) for number in range(0x80))
+
+
 def _varint(number: int) -> bytes:
     """Return a protobuf varint: seven bits a byte, low first, the top bit set but in the last."""
     if number < 0x80:
-        return bytes((number,))
+        return _SMALL[number]
     out = bytearray()
     while number >= 0x80:
         out.append(number & 0x7F | 0x80)
