@@ -184,9 +184,8 @@ class Batch:
             self.sharing.drop(request_id)
             return True
         self.restores.start(request_id)
-        if sequence.prefilled > sequence.cached or (
-            request_id in self.running and not sequence.cached
-        ):
+        computed = sequence.prefilled > sequence.cached or bool(sequence.completion)
+        if computed or (request_id in self.running and not sequence.cached):
             return False
         sequence.begin_with(0)
         return True

@@ -162,4 +162,20 @@ PAST_WORLDS = (
             ),
         ),
     ),
+    PastWorld(
+        """A choice whose rows all came from the first one failed while it decoded: it was taken for
+        one that had computed nothing, began afresh, and its answer went on with a second first
+        token.  Now it fails: only a sequence without a token may start cold.""",
+        world(
+            ProcessPlan(
+                requests=(
+                    ask(7, 17, 22, 6, 24, 15, 47, 22, 27, max_tokens=5, choices=3, priority=1),
+                ),
+                model_faults=(ModelFault(step=6, kind="sequence"),),
+            ),
+            seed=6163,
+            layout=msgspec.structs.replace(BOTH, boundary_chunks=0, window=3),
+            durability="power",
+        ),
+    ),
 )
