@@ -201,14 +201,14 @@ async def _client(soak: Soak, choose: random.Random) -> None:
         try:
             with anyio.fail_after(120):
                 await action(soak, choose)
+        except TimeoutError:
+            soak.wrong.append(f"{action.__name__}: no end")
         except (OSError, anyio.EndOfStream, anyio.BrokenResourceError):
             if soak.up.is_set() and soak.epoch == epoch:
                 await anyio.sleep(0.5)  # it may just have got its signal
             if soak.up.is_set() and soak.epoch == epoch:
                 soak.wrong.append(f"{action.__name__}: the connection broke")
             soak.counts["broken by a signal"] += 1
-        except TimeoutError:
-            soak.wrong.append(f"{action.__name__}: no end")
 
 
 def _check(soak: Soak, job: Job, answer: Answer) -> None:

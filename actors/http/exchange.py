@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import anyio
+import anyio.to_thread
 from anyio import CancelScope, Lock, create_task_group, current_time, move_on_after
+from millpond.actors.http.body_values import check_values
 from millpond.actors.http.problems import ApiError, Form, from_error
 from millpond.actors.http.record import RequestRecord
 from millpond.actors.http.settings import HttpSettings
@@ -23,6 +25,8 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 GONE = 499
+SMALL_BYTES = 2**16
+"""A body up to this cannot hold enough values to matter."""
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -65,7 +69,7 @@ class Exchange:
     # -- the request
 
     async def read_body(self) -> bytes:
-        """Return the body.  Raises ApiError 413, 408 or 400; ClientGone."""
+        """Return the body.  Raises ApiError 413 or 408; ClientGone."""
         limit = self.settings.body_bytes_max
         length = self.header(b"content-length")
         if length.isdigit() and int(length) > limit:
@@ -85,6 +89,8 @@ class Exchange:
             raise ApiError(
                 408, "body_timeout", f"the body took longer than {self.settings.body_s:g} s"
             )
+        if size > SMALL_BYTES:
+            await anyio.to_thread.run_sync(check_values, b"".join(parts))
         return b"".join(parts)
 
     # -- work for the client
