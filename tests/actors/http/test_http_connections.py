@@ -208,3 +208,19 @@ async def test_a_wrong_method_is_told_the_right_ones(start: Any) -> None:
         response = await running.client.get("/v1/completions")
         assert response.status_code == 405 and response.headers["allow"] == "POST"
         assert response.json()["error"]["code"] == "method_not_allowed"
+
+
+async def test_a_body_of_too_many_values_is_refused_before_they_are_made(start: Any) -> None:
+    """A regression: five million empty lists held up everybody for ten seconds."""
+    async with start() as running:
+        post = running.client.post
+        for values in (b"[],", b"{},", b'"",'):
+            body = b'{"prompt":[%s0]}' % (values * 1_200_000)
+            response = await post("/v1/completions", content=body)
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "body_too_complex"
+        text = 'a,[{"b": "\\\\"}]' * 5000  # in a text they are letters
+        response = await running.post("/tokenize", {"prompt": text})
+        assert response.status_code == 200 and response.json()["count"] == len(text)
+        ids = {"tokens": [97] * 200_000}
+        assert (await running.post("/detokenize", ids)).status_code == 200

@@ -253,7 +253,7 @@ async def test_what_clients_send_and_nothing_here_depends_on_is_ignored(start: A
         assert response.status_code == 200
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"nul", b'{"a":"\xff"}', b"[" * 200_000])
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"nul", b'{"prompt":"\xff"}', b"[" * 20_000])
 async def test_what_is_no_json_object_is_told_so(start: Any, data: bytes) -> None:
     async with start() as running:
         response = await running.client.post("/v1/completions", content=data)
