@@ -60,6 +60,7 @@ class ModelFigures:
     slots_lost: int = 0
     problem: str = ""
     spill_problem: str = ""
+    compute_problem: str = ""
     root: RootFigures | None = None
     namespace: str = ""
 
@@ -112,6 +113,7 @@ def figures_of(runtime: Runtime, namespace: str) -> ModelFigures:
         slots_lost=sum(pool.lost for pool in found.pools),
         problem=health.problem,
         spill_problem=health.spill_problem,
+        compute_problem=health.compute_problem,
         root=None if root is None else _root_of(root),
         namespace=namespace,
     )

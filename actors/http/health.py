@@ -22,9 +22,11 @@ async def health(exchange: Exchange, services: Services) -> None:
     """200 while requests are taken, else 503; ``reasons`` say what is wrong in either case.
 
     A model whose engine failed makes the server unready until its house is closed; a cache that
-    cannot be written makes it ``degraded`` only.
+    cannot be written makes it ``degraded`` only; arithmetic that is slow is told and no more.
     """
-    broken, weak = [], []
+    broken: list[str] = []
+    weak: list[str] = []
+    slow: list[str] = []
     if services.board.stopping:
         broken.append("the server is stopping")
     for name, model in services.pool.loaded().items():
@@ -33,12 +35,14 @@ async def health(exchange: Exchange, services: Services) -> None:
             broken.append(f"{name}: {figures.problem}")
         if figures.spill_problem:
             weak.append(f"{name}: spilling is off: {figures.spill_problem}")
+        if figures.compute_problem:
+            slow.append(f"{name}: {figures.compute_problem}")
     status = "failed" if broken else "degraded" if weak else "ok"
     body = {
         "status": status,
         "live": True,
         "ready": not broken,
-        "reasons": [*broken, *weak],
+        "reasons": [*broken, *weak, *slow],
         "models": sorted(services.pool.loaded()),
     }
     await exchange.respond(msgspec.json.encode(body), status=503 if broken else 200)
