@@ -26,6 +26,7 @@ from millpond.actors.http.settings import HttpSettings
 from millpond.runtime.errors import MillpondError
 
 _log = logging.getLogger("millpond.http")
+_BEARER = re.compile(r"^bearer\s+", re.I)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 """Paths that need no key: the page itself holds no data, and probes have none to show."""
@@ -123,7 +124,7 @@ class Front:
         settings = self._settings
         if settings.api_key and exchange.record.path not in OPEN_PATHS:
             given = exchange.header(b"x-api-key") or exchange.header(b"authorization")
-            given = given.removeprefix("Bearer ").strip()
+            given = _BEARER.sub("", given).strip()
             if not hmac.compare_digest(given.encode("latin-1"), settings.api_key.encode()):
                 raise ApiError(401, "invalid_api_key", "found no valid API key")
         if exchange.record.path in OPEN_PATHS:

@@ -167,6 +167,7 @@ async def test_a_key_is_asked_for_where_there_is_data(start: Any) -> None:
         for headers in (
             {b"authorization": "Bearer sésame".encode()},
             {b"x-api-key": "sésame".encode()},
+            {b"authorization": "bearer sésame".encode()},
         ):
             response = await running.client.get("/v1/models", headers=headers)
             assert response.status_code == 200
