@@ -100,7 +100,7 @@ def test_the_parent_of_a_block_that_somebody_writes_is_no_victim(tmp_path: Path)
     assert store(one, parent) == ""
     with one._books.transaction() as records:  # one begins to write the child ...
         one._books.apply(
-            one._record(Kind.INTENT, shelf_of(one, child), draft_of(one, child)), records
+            one._writer._record(Kind.INTENT, shelf_of(one, child), draft_of(one, child)), records
         )
     for seed in range(2, 8):
         store(two, kv.prompt_blocks(seed, 1)[0])  # ... while two needs room
@@ -118,7 +118,7 @@ def test_a_reservation_of_a_dead_writer_is_freed_and_of_a_living_one_kept(tmp_pa
     blocks = [kv.prompt_blocks(seed, 1)[0] for seed in range(4)]
     for root, block in ((dead, blocks[0]), (living, blocks[1])):
         with root._books.transaction() as records:
-            intent = root._record(Kind.INTENT, shelf_of(root, block), draft_of(root, block))
+            intent = root._writer._record(Kind.INTENT, shelf_of(root, block), draft_of(root, block))
             root._books.apply(intent, records)
     (tmp_path / blocks[0].path).parent.mkdir(parents=True)
     half = tmp_path / f"{blocks[0].path}.dead.0.tmp"
@@ -140,7 +140,7 @@ def test_a_file_named_by_a_writer_that_died_before_it_said_so_is_not_lost_track_
     one = opened(tmp_path, "one")
     with one._books.transaction() as records:
         one._books.apply(
-            one._record(Kind.INTENT, shelf_of(one, FILE), draft_of(one, FILE)), records
+            one._writer._record(Kind.INTENT, shelf_of(one, FILE), draft_of(one, FILE)), records
         )
     disk = PosixDisk(tmp_path)
     disk.write(
