@@ -1,7 +1,9 @@
 """What runs next.  Pure: the engine asks, runs the answer on the pinned thread, and applies it.
 
 Every step decodes one token of each running sequence and prefills at most one chunk.  So between
-two tokens of a running answer lie at most one chunk and one decode of ``sequences_max`` tokens.
+two tokens of a running answer lie at most one chunk and one decode of ``sequences_max`` tokens, and
+the copies of that step: restored planes (``restore_slots`` at most), forks of sequences that begin,
+caches cut as they are held, snapshots of the chunk's blocks.
 
 Of the sequences that have a chunk to prefill the one of the highest priority goes first, among
 those the one with the fewest chunks left.  Who waited for ``bypass_max`` steps goes before: a
