@@ -27,6 +27,12 @@ class AnswerHead:
     model: str
     fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
+    chunk_start: bytes = field(init=False)  # of the JSON of every chunk, encoded once
+
+    def __post_init__(self) -> None:
+        kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind
+        start = msgspec.json.encode(self.fields(kind)).removesuffix(b"}")
+        object.__setattr__(self, "chunk_start", start)
 
     def fields(self, kind: str = "") -> dict[str, Any]:
         """Return the fields of a chunk or of a whole answer."""
@@ -68,22 +74,17 @@ def figures(record: RequestRecord) -> dict[str, Any]:
 
 def chunk(head: AnswerHead, choice: dict[str, Any], with_usage: bool) -> bytes:
     """Return one event with one choice; ``usage`` is null on all but the last where asked for."""
-    kind = "chat.completion.chunk" if head.kind == "chat.completion" else head.kind
-    found = head.fields(kind) | {"choices": [choice]}
-    if with_usage:
-        found["usage"] = None
-    return data_event(msgspec.json.encode(found))
+    end = b',"usage":null' if with_usage else b""
+    return data_event(
+        b'%s,"choices":[%s]%s}' % (head.chunk_start, msgspec.json.encode(choice), end)
+    )
 
 
 def usage_chunk(head: AnswerHead, record: RequestRecord) -> bytes:
     """Return the event that ends a stream with usage: no choice, all counts."""
-    kind = "chat.completion.chunk" if head.kind == "chat.completion" else head.kind
-    found = head.fields(kind) | {
-        "choices": [],
-        "usage": usage(record),
-        "millpond": figures(record),
-    }
-    return data_event(msgspec.json.encode(found))
+    found = {"usage": usage(record), "millpond": figures(record)}
+    more = msgspec.json.encode(found).removeprefix(b"{")
+    return data_event(b'%s,"choices":[],%s' % (head.chunk_start, more))
 
 
 def whole(head: AnswerHead, choices: list[dict[str, Any]], record: RequestRecord) -> bytes:
