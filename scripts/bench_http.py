@@ -45,10 +45,14 @@ PROMPT = [1, *(261 + index % 26 for index in range(63))]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Milliseconds to the first token, and microseconds per token after it."""
+    """Milliseconds to the first token, and microseconds per token after it.
+
+    cpu_us  of this process, per token from the request on: what other load cannot stretch much
+    """
 
     first_ms: float
     token_us: float
+    cpu_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ async def _bench(rounds: int, tokens: int) -> dict[str, Any]:
         report[name] = {
             "first_ms": _spread([one.first_ms for one in found]),
             "token_us": _spread([one.token_us for one in found]),
+            "cpu_us": _spread([one.cpu_us for one in found]),
         }
     for name in ("raw", "openai"):
         report[f"{name}_adds"] = {
@@ -194,7 +199,7 @@ async def _idle(tokens: int) -> AsyncIterator[Bench]:
 
 async def _embedded(bench: Bench) -> Run:
     sampling = SamplingParams(max_tokens=bench.tokens, ignore_eos=True)
-    marks, started = [], time.perf_counter()
+    marks, started = [], _now()
     async with bench.model.stream(Ask(prompt=PROMPT, sampling=sampling)) as (tokens,):
         async for _ in tokens:
             marks.append(time.perf_counter())
@@ -205,7 +210,7 @@ async def _raw(bench: Bench) -> Run:
     async with await anyio.connect_tcp("127.0.0.1", bench.port) as stream:
         await stream.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
         await stream.receive()  # the connection is there, as it is for any second call
-        first, started = 0.0, time.perf_counter()
+        first, started = 0.0, _now()
         await stream.send(_request(bench))
         tail = b""
         while not tail.endswith(_END):
@@ -232,7 +237,7 @@ async def _openai(bench: Bench) -> Run:
         await client.models.list()
         body = _body(bench)
         extra = {"ignore_eos": body.pop("ignore_eos")}
-        started = time.perf_counter()
+        started = _now()
         stream = await client.completions.create(**body, stream=True, extra_body=extra)
         async for _ in stream:
             marks.append(time.perf_counter())
@@ -252,8 +257,15 @@ def _body(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _run_of(started: float, first: float, last: float, tokens: int) -> Run:
-    return Run(1e3 * (first - started), 1e6 * (last - first) / (tokens - 1))
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _run_of(started: tuple[float, float], first: float, last: float, tokens: int) -> Run:
+    cpu_s = time.process_time() - started[1]
+    return Run(
+        1e3 * (first - started[0]), 1e6 * (last - first) / (tokens - 1), 1e6 * cpu_s / tokens
+    )
 
 
 def _spread(values: list[float]) -> dict[str, float]:
