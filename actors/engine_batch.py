@@ -97,12 +97,16 @@ class Batch:
         turn = next_turn(tuple(self.running.values()), self.steps, self._limits.bypass_max)
         chunk, twins = self._next_chunk(turn, room)
         holds, forks = self.sharing.take()
-        forked = {fork.target_id for fork in forks}  # a fork replaces what would be freed
+        forked = {fork.target_id for fork in forks}  # a fork replaces what is freed or restored
         step = Step(
             holds=holds,
             forks=forks,
             frees=tuple(one for one in dict.fromkeys(self.frees) if one not in forked),
-            restores=tuple(self.restores.planes(message) for message in restores),
+            restores=tuple(
+                self.restores.planes(message)
+                for message in restores
+                if message.request_id not in forked
+            ),
             prefills=(chunk,) if chunk is not None else (),
             decodes=tuple(sequence.next_decode() for sequence in turn.decode),
             snapshots=self.offers.planes(),

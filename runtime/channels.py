@@ -45,11 +45,21 @@ class _Arrow:
         self.queue: deque[bytes] = deque()
         self.sent = 0
         self.sender_closed = self.receiver_closed = False
-        self.changed = Event()
+        self._changed: Event | None = None  # made by who waits: most messages wake nobody
 
     def notify(self) -> None:
-        self.changed.set()
-        self.changed = Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+    def is_quiet(self) -> bool:
+        """True iff the receiver has to wait."""
+        return not (self.queue or self.sender_closed or self.receiver_closed)
+
+    async def wait_change(self) -> None:
+        if self._changed is None:
+            self._changed = Event()
+        await self._changed.wait()
 
 
 class _End:
@@ -97,7 +107,7 @@ class Outbox(_End, Generic[T]):
         await checkpoint()
         while len(self._arrow.queue) >= self._arrow.capacity:
             self._check_open()
-            await self._arrow.changed.wait()
+            await self._arrow.wait_change()
         self.send_nowait(message)
 
     def send_nowait(self, message: T) -> None:
@@ -138,12 +148,15 @@ class Inbox(_End, Generic[T]):
 
     async def receive(self) -> T:
         """Return the next message; raises EndOfStream after the last one."""
-        await checkpoint()
+        if self._arrow.is_quiet():
+            await self._arrow.wait_change()
+        else:
+            await checkpoint()
         while True:
             try:
                 return self.receive_nowait()
             except WouldBlock:
-                await self._arrow.changed.wait()
+                await self._arrow.wait_change()
 
     def receive_nowait(self) -> T:
         """Return the next message; raises WouldBlock if none waits, EndOfStream after the last.

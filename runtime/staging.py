@@ -61,7 +61,7 @@ class StagingPool:
         self._leases: dict[int, int] = {}
         self._lost: set[int] = set()
         self._lendings = self._refused = 0
-        self._changed = Event()
+        self._changed: Event | None = None  # made by who waits
 
     def __repr__(self) -> str:
         return f"<StagingPool {self.name}, {len(self._leases)} of {self.slots} lent>"
@@ -78,6 +78,8 @@ class StagingPool:
                 return lease
             if len(self._lost) == self.slots:
                 raise SlotsLost(f"staging pool {self.name}: every slot was lost")
+            if self._changed is None:
+                self._changed = Event()
             await self._changed.wait()
 
     def try_lend(self, size: int) -> Lease | None:
@@ -142,5 +144,6 @@ class StagingPool:
             raise StaleLease(f"{self.name} slot {slot}: found lease {lease}, expected {found}")
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

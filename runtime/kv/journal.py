@@ -40,6 +40,7 @@ from millpond.runtime.kv.files import TEMP_SUFFIX
 MAGIC = b"millpond"
 HEAD_BYTES = 32
 READ_BYTES = 2**20
+TAIL_BYTES = 4096  # of the first read: most calls find little or nothing
 RECORD_BYTES_MAX = 1024
 KEPT = 1  # flag of BLOCK: the block was used since it was written
 OLDER = 2  # flag of BLOCK: used before every block that came so far; in new generations
@@ -259,12 +260,14 @@ class Journal:
         return b"".join(self._pieces(offset))
 
     def _pieces(self, offset: int) -> Iterator[bytes]:
-        count = READ_BYTES
-        while count == READ_BYTES:
-            piece = memoryview(bytearray(READ_BYTES))
+        size = TAIL_BYTES
+        while True:
+            piece = memoryview(bytearray(size))
             count = self._disk.read_into(JOURNAL, offset, piece)
             yield bytes(piece[:count])
-            offset += count
+            if count < size:
+                return
+            offset, size = offset + count, READ_BYTES
 
 
 def _framed(kind: Kind, flags: int, body: bytes) -> bytes:

@@ -2,8 +2,9 @@
 
 A place is an ``await``, ``async for`` or ``async with`` in a file under ``actors/``.  It counts as
 covered when a cancellation was delivered to a task that waited there, in the actor's own frame or
-in what that awaited.  The ends of arrows never wait when they are entered or left, so an
-``async with`` over nothing else is no place.  Works on trio, where the scheduler can be watched.
+in what that awaited; a task group that waits for its tasks is cancelled with them, and is such a
+place.  The ends of arrows never wait when they are entered or left, so an ``async with`` over
+nothing else is no place.  Works on trio, where the scheduler can be watched.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import millpond.actors
-import outcome
-import trio
 
 _AWAITS = (ast.Await, ast.AsyncFor, ast.AsyncWith)
 
@@ -57,12 +56,10 @@ class CancellationCoverage:
         self.seen: set[tuple[str, int]] = set()
 
     def probe(self, task: Any) -> None:
-        """Look at a task that is about to step: is a cancellation delivered to it?"""
-        sent = task._next_send
-        if type(sent) is outcome.Error and isinstance(sent.error, trio.Cancelled):
-            for frame, line in task.iter_await_frames():
-                if frame.f_code.co_filename in self._paths:
-                    self.seen.add((frame.f_code.co_filename, line))
+        """Look at a waiting task to which a cancellation is delivered."""
+        for frame, line in task.iter_await_frames():
+            if frame.f_code.co_filename in self._paths:
+                self.seen.add((frame.f_code.co_filename, line))
 
     def merge(self, seen: set[tuple[str, int]]) -> None:
         """Add what another process saw."""

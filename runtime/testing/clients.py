@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from anyio import CancelScope, Event, create_task_group, move_on_after, sleep
 from anyio.lowlevel import checkpoint
-from millpond.actors.gateway import Prompt
+from millpond.actors.gateway import Gateway, Prompt
 from millpond.actors.gateway_request import TokenStream
 from millpond.codecs.choices import SamplingParams
 from millpond.runtime.errors import (
@@ -29,6 +29,8 @@ from millpond.runtime.testing.world_plan import RequestPlan
 if TYPE_CHECKING:
     from millpond.runtime.testing.sim_house import SimHouse, SimProcess
     from millpond.runtime.testing.world import World
+
+PLAIN_TOKENS = 3  # a wrong row changes the first one already
 
 
 class Client:
@@ -69,8 +71,7 @@ class Client:
         outcome = "cancelled"
         try:
             async with _cancelled_as_planned(request):
-                asked = house.house.gateway.stream_choices(_prompt(request), request.choices)
-                async with asked as streams:
+                async with _ask(house.house.gateway, request) as streams:
                     for tokens in streams:
                         done = await self._read(tokens, request, answer)
                         if done is not None and tokens is not streams[-1]:
@@ -196,6 +197,17 @@ async def _cancel_later(scope: CancelScope, steps: int) -> None:
     scope.cancel()
 
 
+@asynccontextmanager
+async def _ask(gateway: Gateway, request: RequestPlan) -> AsyncIterator[tuple[TokenStream, ...]]:
+    """Submit as callers do: for one answer or for several."""
+    if request.choices == 1:
+        async with gateway.stream(_prompt(request)) as tokens:
+            yield (tokens,)
+    else:
+        async with gateway.stream_choices(_prompt(request), request.choices) as streams:
+            yield streams
+
+
 def _prompt(request: RequestPlan) -> Prompt:
     sampling = SamplingParams(
         max_tokens=request.max_tokens, stop=request.stop, ignore_eos=request.ignore_eos
@@ -221,4 +233,5 @@ def plain(request: RequestPlan) -> RequestPlan:
         cancel_steps=-1,
         choices=1,
         deadline_s=-1.0,
+        max_tokens=min(request.max_tokens, PLAIN_TOKENS),
     )

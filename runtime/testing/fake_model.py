@@ -34,6 +34,7 @@ from millpond.runtime.testing.fake_rows import (
     chosen_token,
     chunk_rows,
     chunk_state,
+    last_row,
     next_digest,
 )
 
@@ -197,7 +198,7 @@ class FakeModel:
     def _decode(self, token: DecodeToken) -> Sampled:
         state, ids = self._contexts[token.sequence_id]
         ids += pack_tokens([token.token_id])
-        row = chunk_rows(self._shape, state, ids)[-self._shape.row_bytes :]
+        row = last_row(self._shape, state, ids)
         self._put(token.sequence_id, token.position, row)
         self._contexts[token.sequence_id] = (state, ids)
         return self._sample(token.sequence_id, token.position + 1, token.sample)

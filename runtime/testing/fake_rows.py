@@ -75,6 +75,13 @@ def chunk_rows(shape: Shape, state: bytes, token_ids: bytes) -> bytes:
     return b"".join(rows)
 
 
+def last_row(shape: Shape, state: bytes, token_ids: bytes) -> bytes:
+    """Return the last row of ``chunk_rows``, which alone is new after a decoded token."""
+    chain = xxhash.xxh3_128(state)
+    chain.update(token_ids)
+    return hashlib.shake_128(chain.digest()).digest(shape.row_bytes)
+
+
 def next_digest(seen: Sequence[bytes]) -> bytes:
     """Hash what attention sees behind the last token; stands for its logits."""
     digest = xxhash.xxh3_128()
@@ -111,7 +118,7 @@ def reference_tokens(
         token_id = chosen_token(next_digest(_visible(shape, rows)), vocab)
         yield token_id
         context += pack_tokens([token_id])
-        rows += chunk_rows(shape, state, context)[-shape.row_bytes :]
+        rows += last_row(shape, state, context)
 
 
 def _visible(shape: Shape, rows: bytes) -> list[bytes]:

@@ -4,10 +4,12 @@ trio     the order of runnable tasks is drawn from the seed, time jumps to the n
 asyncio  tasks run in the loop's own order, always the same one; time jumps likewise
 
 The house waits for nothing outside the process, so when no task can run, time jumps.  A run that
-takes more than ``steps_max`` task steps is one that spins: ``Spinning`` is thrown into a task.
+takes more than ``turns_max`` turns of the scheduler is one that spins: ``Spinning`` is thrown into
+a task.
 
 trio offers no public way to seed its scheduler.  Its own hook for Hypothesis is used: a flag and a
-random generator in ``trio._core._run``, present and alike from trio 0.22 to 0.35.
+random generator in ``trio._core._run``, present and alike from trio 0.22 to 0.35.  Nor does it say
+where a cancellation arrives: ``Task._attempt_abort`` of the same module is watched.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ from trio._core import _run as trio_run
 T = TypeVar("T")
 Backend = Literal["trio", "asyncio"]
 Probe = Callable[[Any], None]
-STEPS_MAX = 500_000
+TURNS_MAX = 500_000
 
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Called before and after each task step with trio's task; trio only."""
+    """Called with trio's task; trio only.
 
-    before: Probe | None = None
+    cancelled  as a cancellation is delivered to a task that waits
+    after      after each step of a task; without one, steps cost less
+    """
+
+    cancelled: Probe | None = None
     after: Probe | None = None
 
 
@@ -54,15 +60,17 @@ def run_seeded(
     seed: int,
     backend: Backend = "trio",
     probes: Probes = _NO_PROBES,
-    steps_max: int = STEPS_MAX,
+    turns_max: int = TURNS_MAX,
 ) -> T:
     """Run ``main`` and return what it returns."""
     if backend == "asyncio":
-        return _run_asyncio(main, steps_max)
-    with _seeded(seed):
+        return _run_asyncio(main, turns_max)
+    instruments: list[trio.abc.Instrument] = [_Turns(turns_max)]
+    if probes.after is not None:
+        instruments.append(_Steps(probes.after))
+    with _seeded(seed), _watched(probes.cancelled):
         clock = trio.testing.MockClock(autojump_threshold=0)
-        steps = _Steps(steps_max, probes)
-        return trio.run(main, clock=clock, instruments=[steps])
+        return trio.run(main, clock=clock, instruments=instruments)
 
 
 @contextmanager
@@ -78,22 +86,49 @@ def _seeded(seed: int) -> Iterator[None]:
         generator.setstate(state)
 
 
-class _Steps(trio.abc.Instrument):
-    """Counts task steps and shows them to the probes."""
+@contextmanager
+def _watched(probe: Probe | None) -> Iterator[None]:
+    """Show the probe each task to which a cancellation is delivered, while it still waits."""
+    if probe is None:
+        yield
+        return
+    deliver, see = trio_run.Task._attempt_abort, probe
 
-    def __init__(self, steps_max: int, probes: Probes) -> None:
-        self._left, self._probe, self._after = steps_max, probes.before, probes.after
+    def deliver_seen(task: Any, raise_cancel: Any) -> None:
+        see(task)
+        deliver(task, raise_cancel)
+
+    trio_run.Task._attempt_abort = deliver_seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        trio_run.Task._attempt_abort = deliver  # type: ignore[method-assign]
+
+
+class _Steps(trio.abc.Instrument):
+    """Shows each task step to a probe."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        if self._after is not None:
-            self._after(task)
+        self._probe(task)
 
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+
+class _Turns(trio.abc.Instrument):
+    """Counts turns of the scheduler; once there were too many, each throws into a task."""
+
+    def __init__(self, turns_max: int) -> None:
+        self._left = turns_max
+
+    def before_io_wait(self, timeout: float) -> None:
         self._left -= 1
-        if self._probe is not None:
-            self._probe(task)
-        if self._left < 0 and isinstance(task._next_send, outcome.Value) and _is_users(task):
-            task._next_send = outcome.Error(Spinning())
+        if self._left >= 0:
+            return
+        for task in trio_run.GLOBAL_RUN_CONTEXT.runner.runq:
+            if isinstance(task._next_send, outcome.Value) and _is_users(task):
+                task._next_send = outcome.Error(Spinning())
+                return
 
 
 def _is_users(task: trio.lowlevel.Task) -> bool:
@@ -149,9 +184,9 @@ class _Task(asyncio.Task[Any]):
 class _VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop without time and files; waking it from another thread is not supported."""
 
-    def __init__(self, steps_max: int) -> None:
+    def __init__(self, turns_max: int) -> None:
         self.now_s = 0.0
-        self._steps_left = steps_max
+        self._turns_left = turns_max
         super().__init__(_JumpingSelector(self))
         self._clock_resolution = 1e-9
         _Task._numbers = itertools.count()
@@ -161,9 +196,9 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         return self.now_s
 
     def _run_once(self) -> None:
-        self._steps_left -= 1
-        if self._steps_left < 0:
-            self._steps_left = 10_000  # for the tasks to end
+        self._turns_left -= 1
+        if self._turns_left < 0:
+            self._turns_left = 10_000  # for the tasks to end
             raise Spinning
         super()._run_once()  # type: ignore[misc]
 
@@ -172,8 +207,8 @@ def _make_task(loop: Any, coroutine: Any, **options: Any) -> Any:
     return _Task(coroutine, loop=loop, **options)
 
 
-def _run_asyncio(main: Callable[[], Awaitable[T]], steps_max: int) -> T:
-    options = {"loop_factory": lambda: _VirtualLoop(steps_max)}
+def _run_asyncio(main: Callable[[], Awaitable[T]], turns_max: int) -> T:
+    options = {"loop_factory": lambda: _VirtualLoop(turns_max)}
     return anyio.run(main, backend="asyncio", backend_options=options)
 
 

@@ -5,19 +5,19 @@ The actors are the real ones; the runner, the threads and the disk are simulated
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from anyio import Event, create_task_group, current_time
+from anyio import CancelScope, current_time
 from anyio.lowlevel import checkpoint
 from millpond.actors.engine import Engine, EngineParts
 from millpond.actors.gateway import Gateway, GatewayParts
 from millpond.actors.store import Store, StoreParts
 from millpond.actors.supervisor import House, HouseParts, open_house
-from millpond.codecs.messages import Loaded, Offer, Tensor, ToEngine, ToStore, Weights
-from millpond.runtime.channels import Inbox, Outbox
+from millpond.codecs.messages import Loaded, Tensor, Weights
+from millpond.runtime.channels import Outbox
 from millpond.runtime.config import Limits
 from millpond.runtime.errors import EngineError, SpillError
 from millpond.runtime.kv.layout import KvLayout
@@ -39,24 +39,35 @@ class ActorFailed(ArithmeticError):
     """What a planned bug in an actor raises; it must end the house."""
 
 
-class AbortableStore:
-    """The real store, and beside it a task that fails once ``abort`` is set."""
+class Abort:
+    """Cuts off the actors of a process where they wait, as the failure of a neighbour does.
 
-    def __init__(self, store: Store, abort: Event) -> None:
-        self._store, self._abort = store, abort
+    The failure itself is raised by the first actor that is gone.
+    """
 
-    async def run(
-        self, submissions: Inbox[ToStore], offers: Inbox[Offer], admissions: Outbox[ToEngine]
-    ) -> None:
-        """Run until the store ends or the failure comes."""
-        async with create_task_group() as tasks:
-            tasks.start_soon(self._fail)
-            await self._store.run(submissions, offers, admissions)
-            tasks.cancel_scope.cancel()
+    def __init__(self) -> None:
+        # mutable state, changed only in the methods below
+        self._scopes: list[CancelScope] = []
+        self._called = self._raised = False
 
-    async def _fail(self) -> None:
-        await self._abort.wait()
-        raise ActorFailed("planned")
+    def now(self) -> None:
+        """Cut them off; what waits for a whole house at this moment is cancelled there."""
+        self._called = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    def around(self, run: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        """Return an actor's ``run`` that can be cut off."""
+
+        async def abortable(*ends: object) -> None:
+            with CancelScope() as scope:
+                self._scopes.append(scope)
+                await run(*ends)
+            if self._called and not self._raised:
+                self._raised = True
+                raise ActorFailed("planned")
+
+        return abortable
 
 
 class SimLoader:
@@ -141,7 +152,7 @@ class SimProcess:
             self.kv_bytes_max = int(world.bounds.kv_sequences * longest)
         self.root: SpillRoot | None = None
         self.runners: list[FakeModel] = []
-        self.abort = Event()
+        self.abort = Abort()
 
     async def open_root(self) -> None:
         """Open the spill root as a runtime does; a root that cannot be used is none."""
@@ -169,13 +180,18 @@ class SimProcess:
         runner = FakeModel(self.layout, VOCAB, faults=faults)
         self.runners.append(runner)
         pools = _pools(self.layout, self._world)
+        gateway = Gateway(self._gateway_parts(model))
         engine = Engine(self._engine_parts(number, runner, pools))
         store = Store(self._store_parts(model, pools))
+        loader = SimLoader(weights_of(model), pools[0], self.plan.abort_steps)
+        if self.plan.abort_place >= 0:
+            for actor in (gateway, store, engine, loader):
+                setattr(actor, "run", self.abort.around(actor.run))  # noqa: B010
         parts = HouseParts(
-            gateway=Gateway(self._gateway_parts(model)),
-            store=AbortableStore(store, self.abort) if self.plan.abort_place >= 0 else store,
+            gateway=gateway,
+            store=store,
             engine=engine,
-            loader=SimLoader(weights_of(model), pools[0], self.plan.abort_steps),
+            loader=loader,
             limits=self.limits,
             tap=arrows.see,
         )

@@ -36,7 +36,13 @@ from millpond.runtime.testing.schedule import Probe, Probes, Spinning, run_seede
 from millpond.runtime.testing.sim_device import SimDevice
 from millpond.runtime.testing.sim_disk import SimDisk
 from millpond.runtime.testing.sim_faults import SimCrash
-from millpond.runtime.testing.sim_house import ActorFailed, SimHouse, SimProcess, context_tokens
+from millpond.runtime.testing.sim_house import (
+    Abort,
+    ActorFailed,
+    SimHouse,
+    SimProcess,
+    context_tokens,
+)
 from millpond.runtime.testing.trace import Trace
 from millpond.runtime.testing.world_plan import ProcessPlan, RequestPlan, WorldPlan
 
@@ -71,11 +77,12 @@ def run_world(
     """Run a world to its end or to its first violation.
 
     lines  gets the readable trace
-    probe  called before each task step with trio's task
+    probe  called with trio's task where a cancellation is delivered
     """
     world = World(plan, lines)
     try:
-        run_seeded(world.run, plan.seed, plan.backend, Probes(probe, world.look_at))
+        after = world.look_at if any(one.abort_place >= 0 for one in plan.processes) else None
+        run_seeded(world.run, plan.seed, plan.backend, Probes(probe, after))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -97,7 +104,7 @@ class World:
         self.trace = Trace(self._now, lines)
         # mutable state, changed only in run
         self._running = False
-        self._abort: tuple[Place, Event] | None = None
+        self._abort: tuple[Place, Abort] | None = None
         for process in plan.processes:
             for request in process.requests:
                 self.oracle.learn(process.models[request.house], request)
@@ -125,7 +132,7 @@ class World:
         """After a task step: fail an actor if one waits where that is planned."""
         if self._abort is not None and self._abort[0].holds(task):
             self.result.injected["actor failed"] += 1
-            self._abort[1].set()
+            self._abort[1].now()
             self._abort = None
 
     def _now(self) -> float:

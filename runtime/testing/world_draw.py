@@ -45,6 +45,16 @@ def draw_plan(seed: int) -> WorldPlan:
     return _with_sharing(seeded_random("sharing", seed), plan)
 
 
+def draw_aimed(seed: int, place: int) -> WorldPlan:
+    """Draw a world on trio where an actor fails as one waits at a place, whatever else happens."""
+    plan = draw_plan(seed)
+    processes = tuple(
+        msgspec.structs.replace(process, abort_place=place, together=False)
+        for process in plan.processes
+    )
+    return msgspec.structs.replace(plan, backend="trio", processes=processes)
+
+
 def _with_sharing(draw: random.Random, plan: WorldPlan) -> WorldPlan:
     """Draw what concerns live caches: their bounds, choices, priorities, deadlines."""
     bounds = msgspec.structs.replace(

@@ -283,7 +283,7 @@ def test_tasks_that_keep_each_other_running_are_found_out(backend: Backend) -> N
             await anyio.lowlevel.checkpoint()
 
     with pytest.raises(Spinning):
-        run_seeded(main, 1, backend, steps_max=1000)
+        run_seeded(main, 1, backend, turns_max=1000)
 
 
 def test_another_seed_is_another_schedule() -> None:
