@@ -173,7 +173,7 @@ class Gateway:
                 requests.append(request)
         finally:
             for request in entered[len(requests) :]:
-                del self._requests[request.id]
+                self._requests.pop(request.id, None)  # the house may have ended meanwhile
             self._change()
 
     def _enter(

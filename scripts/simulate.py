@@ -7,9 +7,13 @@
     scripts/simulate.py --seed 17 --shrink           # a smaller world that breaks the same rule
     scripts/simulate.py --plan world.json --trace    # a world as --shrink printed it
 
-Ends with the faults that happened, by kind, the places of the actors where a cancellation arrived,
-worlds per second of processor time, and ``violations: N``.  Exits 0 without a violation, 1 with
-one (its seed and the command that replays it are printed), 2 on a bad argument.
+Worlds that aim follow: for each ``await`` of an actor where no cancellation arrived by then, an
+actor fails as soon as one waits there (``--aimed 0`` leaves them out; ``--seed N --aim PLACE``
+repeats one).  Ends with the faults that happened, by kind, the places of the actors where a
+cancellation arrived, worlds per second of processor time, and ``violations: N``.
+
+Exits 0 without a violation, 1 with one (its seed and the command that replays it are printed), 2 on
+a bad argument.
 """
 
 from __future__ import annotations
@@ -27,23 +31,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from millpond.runtime.testing.cancellations import CancellationCoverage
+from millpond.runtime.testing.cancellations import CancellationCoverage, actor_places
 from millpond.runtime.testing.shrink import shrink
 from millpond.runtime.testing.world import WorldResult, run_world
-from millpond.runtime.testing.world_draw import draw_plan
+from millpond.runtime.testing.world_draw import draw_aimed, draw_plan
 from millpond.runtime.testing.world_plan import WorldPlan
 
 SHARE = 50  # worlds that a process runs before it reports
 SHOWN_MISSING = 40
+AIMED = 300  # worlds that try to fail at one place
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a number of worlds gave; ``violations`` are (seed, what broke)."""
+    """What a number of worlds gave; ``violations`` are (arguments, what broke)."""
 
     worlds: int = 0
     processor_s: float = 0.0
-    violations: list[tuple[int, str]] = field(default_factory=list)
+    violations: list[tuple[str, str]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    aimed: int = 0
     injected: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     cached_tokens: int = 0
@@ -55,21 +62,24 @@ class Tally:
         self.worlds += other.worlds
         self.processor_s += other.processor_s
         self.violations += other.violations
+        self.seeds += other.seeds
+        self.aimed += other.aimed
         self.injected += other.injected
         self.outcomes += other.outcomes
         self.cached_tokens += other.cached_tokens
         self.shared_tokens += other.shared_tokens
         self.cancelled_at |= other.cancelled_at
 
-    def count(self, seed: int, result: WorldResult) -> None:
-        """Add one world."""
+    def count(self, seed: int, result: WorldResult, more: str = "") -> None:
+        """Add one world; ``more`` are the arguments that repeat it, beside its seed."""
         self.worlds += 1
         self.injected += result.injected
         self.outcomes += result.outcomes
         self.cached_tokens += result.cached_tokens
         self.shared_tokens += result.shared_tokens
         if result.violation is not None:
-            self.violations.append((seed, result.violation))
+            self.violations.append((f"--seed {seed}{more}", result.violation))
+            self.seeds.append(seed)
 
 
 def run_share(seeds: range) -> Tally:
@@ -85,6 +95,23 @@ def run_share(seeds: range) -> Tally:
     tally.processor_s = time.process_time() - started
     tally.cancelled_at = coverage.seen
     return tally
+
+
+def aim(tally: Tally, first: int, tries: int) -> None:
+    """Run worlds that fail at the places which no cancellation met, until one does."""
+    logging.disable(logging.CRITICAL)
+    coverage = CancellationCoverage()
+    coverage.merge(tally.cancelled_at)
+    started = time.process_time()
+    for number, place in enumerate(actor_places()):
+        for seed in range(first, first + tries):
+            if place not in coverage.missing():
+                break
+            result = run_world(draw_aimed(seed, number), probe=coverage.probe)
+            tally.count(seed, result, f" --aim {number}")
+            tally.aimed += 1
+    tally.processor_s += time.process_time() - started
+    tally.cancelled_at = coverage.seen
 
 
 def shares(first: int, count: int) -> Iterator[range]:
@@ -106,6 +133,7 @@ def run_many(arguments: argparse.Namespace) -> int:
         for part in parts:
             tally.add(run_share(part))
             show_progress(tally, arguments)
+    aim(tally, arguments.first_seed, arguments.aimed)
     report(tally, arguments)
     return 1 if tally.violations else 0
 
@@ -129,7 +157,9 @@ def report(tally: Tally, arguments: argparse.Namespace) -> None:
             "worlds": tally.worlds,
             "worlds_per_second": round(rate, 1),
             "violations": len(tally.violations),
-            "seeds": [seed for seed, _ in sorted(tally.violations)],
+            "seeds": sorted(tally.seeds),
+            "replays": [repeat for repeat, _ in tally.violations],
+            "aimed_worlds": tally.aimed,
             "injected": dict(sorted(tally.injected.items())),
             "outcomes": dict(sorted(tally.outcomes.items())),
             "cached_tokens": tally.cached_tokens,
@@ -139,16 +169,17 @@ def report(tally: Tally, arguments: argparse.Namespace) -> None:
         }
         print(json.dumps(figures))
         return
-    for seed, violation in sorted(tally.violations):
-        print(f"seed {seed}: {violation}")
-        print(f"  replay: scripts/simulate.py --seed {seed} --trace")
+    for repeat, violation in tally.violations:
+        print(f"{repeat}: {violation}")
+        print(f"  replay: scripts/simulate.py {repeat} --trace")
     print("faults: " + ", ".join(f"{kind} {n}" for kind, n in sorted(tally.injected.items())))
     print("requests: " + ", ".join(f"{kind} {n}" for kind, n in sorted(tally.outcomes.items())))
     print(f"tokens from the cache: {tally.cached_tokens}, {tally.shared_tokens} of a live one")
     print(f"awaits cancelled: {len(covered)} of {len(covered) + len(missing)}")
     for place in missing[:SHOWN_MISSING]:
         print(f"  not yet: {place}")
-    print(f"worlds: {tally.worlds}, {rate:.1f} per second of one core")
+    aimed = f"{tally.aimed} of them aimed, " if tally.aimed else ""
+    print(f"worlds: {tally.worlds}, {aimed}{rate:.1f} per second of one core")
     print(f"violations: {len(tally.violations)}")
 
 
@@ -178,6 +209,8 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0, help="seed of the first (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--seed", type=int, help="run one world")
+    parser.add_argument("--aim", type=int, help="with --seed: number of a place to fail at")
+    parser.add_argument("--aimed", type=int, default=AIMED, help="worlds for a place at most")
     parser.add_argument("--plan", type=Path, help="run the world in this JSON file")
     parser.add_argument("--trace", action="store_true", help="print it, message by message")
     parser.add_argument("--shrink", action="store_true", help="make a failing world smaller")
@@ -192,7 +225,10 @@ def main() -> int:
             parser.error(f"--plan: {error}")
         return run_one(plan, arguments)
     if arguments.seed is not None:
-        return run_one(draw_plan(arguments.seed), arguments)
+        plan = draw_plan(arguments.seed)
+        if arguments.aim is not None:
+            plan = draw_aimed(arguments.seed, arguments.aim)
+        return run_one(plan, arguments)
     return run_many(arguments)
 
 

@@ -125,7 +125,8 @@ class Client:
             )
         limit = self._process.layout.reuse_limit(len(request.prompt))
         searched = not request.no_store and self._process.root is not None
-        if searched and cached < limit and not done.restore.misses and not house.runner.injected:
+        was_cut = self._process.disk.crashed or self._is_failing() or bool(house.runner.injected)
+        if searched and cached < limit and not done.restore.misses and not was_cut:
             raise self._breach(f"V10: {cached} of {limit} tokens were cached, with no miss counted")
 
     def _check_shared(self, done: Completion, house: SimHouse, request: RequestPlan) -> None:

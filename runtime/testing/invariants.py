@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from millpond.codecs.messages import (
@@ -49,13 +49,19 @@ class Judge:
     """Remembers the first breach: what comes after it are its consequences."""
 
     def __init__(self) -> None:
-        # mutable state, changed only in breach
+        # mutable state, changed only in the methods below
         self.first = ""
 
     def breach(self, text: str) -> Violation:
         """Return the error to raise."""
         self.first = self.first or text
         return Violation(text)
+
+    def explain(self, others: Iterable[str]) -> None:
+        """Add what else ended the process of the first breach; it may be the cause."""
+        found = "; ".join(dict.fromkeys(others))
+        if self.first and found:
+            self.first = f"{self.first} (with it: {found})"
 
 
 class DiskWatch:

@@ -208,6 +208,7 @@ class World:
         leaves = list(_leaves(error))
         for leaf in leaves:
             if isinstance(leaf, Violation | Spinning):
+                self.judge.explain(_story(one) for one in leaves if one is not leaf)
                 raise leaf
         cancelled = get_cancelled_exc_class()
         for leaf in leaves:

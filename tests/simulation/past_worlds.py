@@ -59,6 +59,7 @@ def world(*processes: ProcessPlan, **more: object) -> WorldPlan:
 
 
 WORDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
+_SHARED = (22, 22, 3, 12, 23, 34, 27, 10, 27, 18, 44)
 
 PAST_WORLDS = (
     PastWorld(
@@ -177,5 +178,44 @@ PAST_WORLDS = (
             layout=msgspec.structs.replace(BOTH, boundary_chunks=0, window=3),
             durability="power",
         ),
+    ),
+    PastWorld(
+        """A request began to run with a fork of another's live cache in the step that still restored
+        blocks for it: the restored rows were copied over the fork, and the text was wrong (a
+        starting-over restore threw the fork away).  Now the fork replaces them.""",
+        world(
+            ProcessPlan(
+                requests=(
+                    ask(*_SHARED, client=1, start_s=0.0021377064428713057, max_tokens=1),
+                    ask(*_SHARED, client=0, max_tokens=1, priority=-1),
+                ),
+            ),
+            seed=4144,
+            layout=LayoutPlan(
+                groups=(("sliding", 2, 1), ("full", 1, 2)),
+                block_tokens=5,
+                chunk_blocks=1,
+                boundary_chunks=1,
+                window=4,
+            ),
+            busy=0.1,
+        ),
+    ),
+    *(
+        PastWorld(
+            f"""A house died while a caller sent its second choice (schedule {seed}): the caller got a
+            KeyError of the gateway's own book-keeping.  Now it gets EngineDied.""",
+            world(
+                ProcessPlan(
+                    requests=tuple(
+                        ask(*WORDS[:count], client=count, choices=3) for count in (2, 5, 9)
+                    ),
+                    abort_steps=steps,
+                ),
+                seed=seed,
+                bounds=BoundsPlan(channel_messages=1),
+            ),
+        )
+        for steps, seed in ((9, 1), (9, 5), (10, 0), (10, 4))
     ),
 )
