@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from anyio import CancelScope, Event, create_task_group, move_on_after, sleep
@@ -54,6 +54,12 @@ class Client:
         # mutable state, changed only in run and by the world
         self.is_closing = self._has_deadline = False
         self.ended = Event()
+        self._scope: CancelScope | None = None
+
+    def cancel(self) -> None:
+        """Cancel the request under way."""
+        if self._scope is not None:
+            self._scope.cancel()
 
     async def run(self) -> None:
         """Ask everything; the end is told by ``ended`` however it comes."""
@@ -70,7 +76,7 @@ class Client:
         done: Completion | None = None
         outcome = "cancelled"
         try:
-            async with _cancelled_as_planned(request):
+            async with _cancelled_as_planned(request) as self._scope:
                 async with _ask(house.house.gateway, request) as streams:
                     for tokens in streams:
                         done = await self._read(tokens, request, answer)
@@ -174,17 +180,17 @@ class Client:
 
 
 @asynccontextmanager
-async def _cancelled_as_planned(request: RequestPlan) -> AsyncIterator[None]:
+async def _cancelled_as_planned(request: RequestPlan) -> AsyncIterator[CancelScope]:
     """Cancel what stands in the block after a time, or after some turns of another task."""
     if request.cancel_steps < 0:
-        with move_on_after(request.cancel_s if request.cancel_s >= 0 else math.inf):
-            yield
+        with move_on_after(request.cancel_s if request.cancel_s >= 0 else math.inf) as scope:
+            yield scope
         return
     failure: BaseException | None = None
     async with create_task_group() as group:
         group.start_soon(_cancel_later, group.cancel_scope, request.cancel_steps)
         try:
-            yield
+            yield group.cancel_scope
         except MillpondError as error:  # not as a group of one
             failure = error
         group.cancel_scope.cancel()
@@ -196,6 +202,15 @@ async def _cancel_later(scope: CancelScope, steps: int) -> None:
     for _ in range(steps):
         await checkpoint()
     scope.cancel()
+
+
+def client_of(task: Any) -> Client | None:
+    """Return the client whose request a trio task sends, None for any other task."""
+    for frame, _ in task.iter_await_frames():
+        if frame.f_code is Client.ask.__code__:
+            found: Client = frame.f_locals["self"]
+            return found
+    return None
 
 
 @asynccontextmanager

@@ -26,7 +26,7 @@ from anyio import (
 )
 from millpond.runtime.errors import EngineError
 from millpond.runtime.testing.cancellations import Place, actor_places
-from millpond.runtime.testing.clients import Client
+from millpond.runtime.testing.clients import Client, client_of
 from millpond.runtime.testing.fake_model import ModelBug
 from millpond.runtime.testing.homecoming import check_home, check_root
 from millpond.runtime.testing.invariants import DiskWatch, Judge, Violation
@@ -129,11 +129,15 @@ class World:
         return self.result
 
     def look_at(self, task: Any) -> None:
-        """After a task step: fail an actor if one waits where that is planned."""
+        """After a task step: fail an actor, or cancel a caller, that waits where that is planned."""
         if self._abort is not None and self._abort[0].holds(task):
-            self.result.injected["actor failed"] += 1
-            self._abort[1].now()
+            client, abort = client_of(task), self._abort[1]
             self._abort = None
+            if client is not None:
+                client.cancel()
+                return
+            self.result.injected["actor failed"] += 1
+            abort.now()
 
     def _now(self) -> float:
         return current_time() if self._running else 0.0
@@ -177,6 +181,8 @@ class World:
                 callers.start_soon(_wait_all, clients, done)
                 with move_on_after(plan.close_s if plan.close_s >= 0 else math.inf):
                     await done.wait()
+                for house in houses:
+                    await house.store.drain(plan.drain_s)
                 if any(worker.stuck for worker in process.workers()):
                     await sleep(LATE_S)
                     for worker in process.workers():

@@ -20,6 +20,7 @@ from millpond.runtime.testing.world_plan import (
     WorldPlan,
 )
 
+PATIENCE_S = 700.0  # longer than a root that spills no more waits before it tries again
 _BLOCK_FILE_BYTES = 1100  # about the size of a block file in these worlds
 
 
@@ -42,17 +43,32 @@ def draw_plan(seed: int) -> WorldPlan:
         busy=draw.choice((0.0, 0.1, 0.4)),
         processes=tuple(_draw_process(draw, prompts) for _ in range(count)),
     )
-    return _with_sharing(seeded_random("sharing", seed), plan)
+    plan = _with_sharing(seeded_random("sharing", seed), plan)
+    return _with_patience(seeded_random("patience", seed), plan)
 
 
 def draw_aimed(seed: int, place: int) -> WorldPlan:
     """Draw a world on trio where an actor fails as one waits at a place, whatever else happens."""
     plan = draw_plan(seed)
+    draw = seeded_random("aimed", seed)
     processes = tuple(
-        msgspec.structs.replace(process, abort_place=place, together=False)
+        msgspec.structs.replace(process, abort_place=place, together=False, **_draw_aid(draw))
         for process in plan.processes
     )
     return msgspec.structs.replace(plan, backend="trio", processes=processes)
+
+
+def _draw_aid(draw: random.Random) -> dict[str, object]:
+    """Draw trouble that leads to waits which few worlds reach: a thread that breaks, a bad disk."""
+    match draw.randrange(4):
+        case 0:
+            fault = WorkerFault(call=draw.randrange(2, 8), kind=draw.choice(("stall", "die")))
+            return {"engine_faults": (fault,)}
+        case 1:
+            kind = draw.choice(("ENOSPC", "EIO", "EROFS"))
+            nth = draw.randrange(6)
+            return {"disk_faults": (DiskFault(operation="write", nth=nth, kind=kind, times=2),)}
+    return {}
 
 
 def _with_sharing(draw: random.Random, plan: WorldPlan) -> WorldPlan:
@@ -80,6 +96,18 @@ def _shared_request(draw: random.Random, request: RequestPlan) -> RequestPlan:
         priority=draw.choice((0, 0, 0, 1, -1)),
         deadline_s=deadline_s,
     )
+
+
+def _with_patience(draw: random.Random, plan: WorldPlan) -> WorldPlan:
+    """Let the last request of some processes come when a latched spilling is tried again."""
+    processes = []
+    for process in plan.processes:
+        requests = process.requests
+        if draw.random() < 0.2 and process.close_s < 0:
+            late = msgspec.structs.replace(requests[-1], start_s=PATIENCE_S)
+            requests = (*requests[:-1], late)
+        processes.append(msgspec.structs.replace(process, requests=requests))
+    return msgspec.structs.replace(plan, processes=tuple(processes))
 
 
 def _draw_layout(draw: random.Random) -> LayoutPlan:
