@@ -19,8 +19,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 from millpond.codecs.messages import (
@@ -250,3 +251,25 @@ class ArrowWatch:
             raise self._breach(f"V3: request {request_id}: {kind} after its Admit or early Cancel")
         if isinstance(message, Admit):
             self.admitted.add(request_id)
+
+
+def leaves_of(error: BaseException) -> Iterator[BaseException]:
+    """Iterate over an error's own errors, or give it itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from leaves_of(one)
+    else:
+        yield error
+
+
+def story_of(error: BaseException) -> str:
+    """Return an error's message and where it was raised; a violation speaks for itself."""
+    found = next(leaves_of(error))
+    if isinstance(found, Violation):
+        return str(found)
+    frames = traceback.extract_tb(found.__traceback__)
+    ours = [
+        frame for frame in frames if "millpond" in frame.filename or "/actors/" in frame.filename
+    ]
+    place = f" at {ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].lineno}" if ours else ""
+    return f"{type(found).__name__}: {found}{place}"

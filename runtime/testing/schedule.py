@@ -98,7 +98,7 @@ def _watched(probe: Probe | None) -> Iterator[None]:
         see(task)
         deliver(task, raise_cancel)
 
-    trio_run.Task._attempt_abort = deliver_seen  # type: ignore[method-assign]
+    trio_run.Task._attempt_abort = deliver_seen  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

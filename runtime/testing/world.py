@@ -9,9 +9,7 @@ After the planned processes a last one without faults asks again, in quiet, what
 from __future__ import annotations
 
 import math
-import traceback
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +27,13 @@ from millpond.runtime.testing.cancellations import Place, actor_places
 from millpond.runtime.testing.clients import Client, client_of
 from millpond.runtime.testing.fake_model import ModelBug
 from millpond.runtime.testing.homecoming import check_home, check_root
-from millpond.runtime.testing.invariants import DiskWatch, Judge, Violation
+from millpond.runtime.testing.invariants import (
+    DiskWatch,
+    Judge,
+    Violation,
+    leaves_of,
+    story_of,
+)
 from millpond.runtime.testing.oracle import Oracle
 from millpond.runtime.testing.quiet_end import ask_again
 from millpond.runtime.testing.schedule import Probe, Probes, Spinning, run_seeded
@@ -86,7 +90,7 @@ def run_world(
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        world.result.violation = _story(error)
+        world.result.violation = story_of(error)
     return world.close()
 
 
@@ -129,7 +133,7 @@ class World:
         return self.result
 
     def look_at(self, task: Any) -> None:
-        """After a task step: fail an actor, or cancel a caller, that waits where that is planned."""
+        """After a task step: fail an actor, or cancel a caller, that waits where it is planned."""
         if self._abort is not None and self._abort[0].holds(task):
             client, abort = client_of(task), self._abort[1]
             self._abort = None
@@ -211,10 +215,10 @@ class World:
         """A process may end by its planned crash or bug, or a broken thread, and nothing else."""
         disk = process.disk
         broken = any(thread.statistics().broken for thread in process.engine_threads)
-        leaves = list(_leaves(error))
+        leaves = list(leaves_of(error))
         for leaf in leaves:
             if isinstance(leaf, Violation | Spinning):
-                self.judge.explain(_story(one) for one in leaves if one is not leaf)
+                self.judge.explain(story_of(one) for one in leaves if one is not leaf)
                 raise leaf
         cancelled = get_cancelled_exc_class()
         for leaf in leaves:
@@ -229,7 +233,7 @@ class World:
                 continue
             if isinstance(leaf, cancelled):
                 raise leaf
-            raise self.judge.breach(f"a process ended with {_story(leaf)}") from leaf
+            raise self.judge.breach(f"a process ended with {story_of(leaf)}") from leaf
         if not disk.crashed:
             if process.root is not None and self.watch.alone:
                 check_root(self.judge, process.root)
@@ -288,24 +292,3 @@ async def _wait_all(clients: list[Client], done: Event) -> None:
     for client in clients:
         await client.ended.wait()
     done.set()
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for one in error.exceptions:
-            yield from _leaves(one)
-    else:
-        yield error
-
-
-def _story(error: BaseException) -> str:
-    """Return an error's message and where it was raised; a violation speaks for itself."""
-    found = next(_leaves(error))
-    if isinstance(found, Violation):
-        return str(found)
-    frames = traceback.extract_tb(found.__traceback__)
-    ours = [
-        frame for frame in frames if "millpond" in frame.filename or "/actors/" in frame.filename
-    ]
-    place = f" at {ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].lineno}" if ours else ""
-    return f"{type(found).__name__}: {found}{place}"
