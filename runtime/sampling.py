@@ -179,7 +179,7 @@ def choose(logits: Any, sampling: SamplingParams, seed: int, step: int) -> Any:
 
 def logprob_of(logits: Any, token_id: int, count: int) -> TokenLogprob:
     """Return the log-probability of a chosen id and of the ``count`` best that may be chosen."""
-    values: Any = np.array(logits, dtype=np.float64)
+    values: Any = np.minimum(np.array(logits, dtype=np.float64), _LOGIT_MAX)
     top = float(values.max())
     values -= top + np.log(np.exp(values - top).sum())
     best: Any = np.argpartition(-values, min(count, len(values) - 1))[:count] if count else []

@@ -29,6 +29,11 @@ CHECKS = (
     "response_schema_conformance,unsupported_method"
 )
 CONTEXT_TOKENS = 256
+# 504 is what a request gets that gave itself too short a deadline.
+RULES = """
+[checks]
+not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]
+"""
 
 
 def main() -> int:
@@ -41,6 +46,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "a.gguf").write_bytes(tiny_gemma3(0, {"gemma3.context_length": CONTEXT_TOKENS}))
+        (folder / "schemathesis.toml").write_text(RULES)
         flags = ["--models", name, "--spill-root", str(folder / "spill")]
         with serve_process([*flags, "--backend", options.backend], folder / "log") as process:
             with urlopen(f"{process.url}/openapi.json") as response:

@@ -253,3 +253,14 @@ def test_log_probabilities_are_told_where_they_were_asked_for() -> None:
     assert told is not None
     assert [token_id for token_id, _ in told.top] == [1, 3]
     assert Sampler(()).sample(Draw(1, SamplingParams(), 0), logits, []).logprob is None
+
+
+def test_infinite_logits_have_log_probabilities_too() -> None:
+    """A regression: a tiny repetition penalty makes infinite logits, whose differences are none."""
+    sampling = SamplingParams(repetition_penalty=1e-45, logprobs=3)
+    sampled = Sampler(()).sample(
+        Draw(1, sampling, 0, b"\0\0\0\0\1\0\0\0"), mx.array([2.0, 3.0, 1.0]), []
+    )
+    told = sampled.logprob
+    assert told is not None and np.isfinite(told.logprob)
+    assert np.isfinite([value for _, value in told.top]).all()
