@@ -185,8 +185,8 @@ BUGS = (
     one(
         "the budget is checked without the new block",
         "runtime/kv/books.py",
-        "over = self.ledger.used_bytes + size - self.bytes_max",
-        "over = self.ledger.used_bytes - self.bytes_max",
+        "            return self.ledger.used_bytes + size - self.bytes_max\n",
+        "            return self.ledger.used_bytes - self.bytes_max\n",
     ),
     one(
         "a block is evicted from the index, its file stays",
@@ -273,5 +273,113 @@ BUGS = (
         "actors/store_restore.py",
         "        read.sent, attempt.starts_over = True, False\n",
         "        read.sent = True\n",
+    ),
+    one(
+        "what is restored is copied over a fork of the same step",
+        "actors/engine_batch.py",
+        "                if message.request_id not in forked\n",
+        "                if message.request_id >= 0\n",
+    ),
+    one(
+        "a choice that failed after its first token begins again",
+        "actors/engine_batch.py",
+        "sequence.prefilled > sequence.cached or bool(sequence.completion)",
+        "sequence.prefilled > sequence.cached",
+    ),
+    one(
+        "a live cache is forked where its window has moved on",
+        "runtime/sharing.py",
+        "    if not layout.sliding_groups:\n",
+        "    if layout.groups:\n",
+    ),
+    one(
+        "a closed arrow loses what was sent before",
+        "runtime/channels.py",
+        "        if not arrow.queue:\n            if arrow.sender_closed:\n",
+        "        if not arrow.queue or arrow.sender_closed:\n            if arrow.sender_closed:\n",
+    ),
+    # -- memory of live caches
+    one(
+        "a request that is cancelled before its Admit keeps its claim",
+        "actors/store_admission.py",
+        "            self.memory.release(request.id)\n",
+        "            pass\n",
+    ),
+    one(
+        "a held cache is dropped although a request was told of it",
+        "runtime/kv/memory.py",
+        "drops = [one for one in self._outlived(names) if not self._held[one].pins]",
+        "drops = list(self._outlived(names))",
+    ),
+    # -- the root's books
+    one(
+        "what a writer that is gone had reserved stays reserved",
+        "runtime/kv/recovery.py",
+        "if not disk.writer_lives(token)]",
+        "if not token]",
+    ),
+    one(
+        "temporaries of a writer that is gone are not swept",
+        "runtime/kv/scan.py",
+        "        if lives[token]:\n",
+        "        if token:\n",
+    ),
+    one(
+        "blocks behind a lost one are not removed at open",
+        "runtime/kv/recovery.py",
+        "                    orphans.append(block_path(folder, gone.chain_hash))\n",
+        "                    continue\n",
+    ),
+    one(
+        "the quarantine does not count",
+        "runtime/kv/books.py",
+        "        self.apply(Record(Kind.ASIDE, bytes=held), records)\n",
+        "",
+    ),
+    one(
+        "a file that could not be removed does not count",
+        "runtime/kv/books.py",
+        "doomed.update((path_of(block), block.bytes) for block in blocks)",
+        "doomed.update(())",
+    ),
+    one(
+        "a bad block is set aside before those behind it are removed",
+        "runtime/kv/root.py",
+        "                    self._books.remove(gone, records)  # what follows goes first\n",
+        "                    if bad is not None and verdict is not None:\n"
+        "                        self._books.set_aside(bad, verdict, records)\n"
+        "                        bad = None\n"
+        "                    self._books.remove(gone, records)\n",
+    ),
+    one(
+        "a block does not know what follows it",
+        "runtime/kv/index.py",
+        "            _adopt(above, block)\n",
+        "            pass\n",
+    ),
+    one(
+        "a bad file stays in the index",
+        "actors/store_restore.py",
+        "        if failure.detail is None and not failure.gone:\n",
+        "        if failure.reason:\n",
+    ),
+    one(
+        "another process never hears that a block went",
+        "runtime/kv/books.py",
+        "                self.ledger.doomed.pop(path_of(block), None)\n"
+        "            records.append(gone_record(block))\n",
+        "                self.ledger.doomed.pop(path_of(block), None)\n",
+    ),
+    one(
+        "a draft that failed does not give its reservation back",
+        "runtime/kv/writing.py",
+        "            self._books.apply(release, records)\n",
+        "            records.append(release)\n",
+    ),
+    one(
+        "a temporary that failed is left behind",
+        "runtime/kv/writing.py",
+        "        self._books.discard(draft.temporary, file_bytes(draft.block))\n",
+        "",
     ),
 )

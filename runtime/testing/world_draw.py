@@ -44,7 +44,8 @@ def draw_plan(seed: int) -> WorldPlan:
         processes=tuple(_draw_process(draw, prompts) for _ in range(count)),
     )
     plan = _with_sharing(seeded_random("sharing", seed), plan)
-    return _with_patience(seeded_random("patience", seed), plan)
+    plan = _with_patience(seeded_random("patience", seed), plan)
+    return _with_crowd(seeded_random("crowd", seed), plan)
 
 
 def draw_aimed(seed: int, place: int) -> WorldPlan:
@@ -108,6 +109,36 @@ def _with_patience(draw: random.Random, plan: WorldPlan) -> WorldPlan:
             requests = (*requests[:-1], late)
         processes.append(msgspec.structs.replace(process, requests=requests))
     return msgspec.structs.replace(plan, processes=tuple(processes))
+
+
+def _with_crowd(draw: random.Random, plan: WorldPlan) -> WorldPlan:
+    """Let the requests of some processes ask for one prompt, or for one that begins so, at once."""
+    processes = []
+    for process in plan.processes:
+        requests = process.requests
+        if draw.random() < 0.12:
+            requests = _crowd(draw, process, plan.layout)
+        processes.append(msgspec.structs.replace(process, requests=requests))
+    return msgspec.structs.replace(plan, processes=tuple(processes))
+
+
+def _crowd(
+    draw: random.Random, process: ProcessPlan, layout: LayoutPlan
+) -> tuple[RequestPlan, ...]:
+    longest = max((one.prompt for one in process.requests), key=len)
+    prompt = (longest * 3)[: 2 * layout.block_tokens * layout.chunk_blocks + 1]
+    prompt = (longest + prompt)[: 5 * layout.block_tokens]
+    return tuple(
+        msgspec.structs.replace(
+            one,
+            client=number,
+            prompt=prompt + one.prompt[: draw.choice((0, 0, 1))],
+            start_s=draw.choice((0.0, 0.0, 0.002)) * draw.random(),
+            salt="",
+            choices=draw.choice((1, 1, 2, 3)),
+        )
+        for number, one in enumerate((*process.requests, process.requests[0]))
+    )
 
 
 def _draw_layout(draw: random.Random) -> LayoutPlan:
