@@ -19,6 +19,7 @@ from millpond.runtime.testing.world_draw import draw_plan
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 WORLDS = 1000
+MISSING_MAX = 3  # awaits where no world of a run has cancelled; none as this was written
 
 
 def past_worlds() -> list[object]:
@@ -46,14 +47,17 @@ def run(script: str, *arguments: str, seconds: float = 300.0) -> subprocess.Comp
 
 
 def test_a_thousand_worlds_break_no_rule() -> None:
-    done = run("simulate.py", "--seeds", str(WORLDS), "--jobs", str(os.cpu_count() or 1), "--json")
+    jobs = str(os.cpu_count() or 1)
+    done = run("simulate.py", "--seeds", str(WORLDS), "--jobs", jobs, "--json", seconds=900.0)
     figures = json.loads(done.stdout)
-    assert figures["seeds"] == [], f"replay: scripts/simulate.py --seed {figures['seeds'][:1]}"
+    assert figures["replays"] == [], "replay: scripts/simulate.py " + figures["replays"][0]
     assert done.returncode == 0
-    assert figures["worlds"] == WORLDS
+    assert figures["worlds"] == WORLDS + figures["aimed_worlds"]
+    assert len(figures["missing_awaits"]) <= MISSING_MAX, figures["missing_awaits"]
     assert figures["cached_tokens"] > WORLDS
     kinds = {kind.split()[0] for kind in figures["injected"]}
-    assert kinds >= {"ENOSPC", "EIO", "EROFS", "EACCES", "slow", "stuck", "short", "rot", "vanish"}
+    assert kinds >= {"ENOSPC", "EIO", "EROFS", "EACCES", "EMFILE", "slow", "stuck", "short", "rot"}
+    assert {"vanish", "engine0", "reader0", "writer", "model"} <= kinds
     assert {"power", "process", "bytes", "name", "late"} <= kinds
 
 
