@@ -111,13 +111,11 @@ async def _bench(rounds: int, tokens: int) -> dict[str, Any]:
 def _added(kind: str, runs: list[Run], less: list[list[Run]]) -> float:
     """Return the median of what a run takes more than others of its round."""
     rounds = zip(runs, *less, strict=True)
-    return round(
-        statistics.median(
-            getattr(one, kind) - sum(getattr(other, kind) for other in others)
-            for one, *others in rounds
-        ),
-        3,
-    )
+    more: list[float] = [
+        getattr(one, kind) - sum(getattr(other, kind) for other in others)
+        for one, *others in rounds
+    ]
+    return round(statistics.median(more), 3)
 
 
 @asynccontextmanager
