@@ -18,12 +18,14 @@ from millpond.runtime.families.gemma4 import Gemma4
 from millpond.runtime.families.linear import Weights
 from millpond.runtime.families.llama import Llama
 from millpond.runtime.guidance import GuideError, Guides
+from millpond.runtime.host_memory import is_shared
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.cache import Array, LiveCaches, RowError, live_caches
 from millpond.runtime.kv.forks import arrays_of, cut, forked
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.kv.passes import BatchPass, DecodePass, PrefillPass
 from millpond.runtime.kv.planes import put_planes, take_planes
+from millpond.runtime.model_decode import TOGETHER, InPlaceSteps
 from millpond.runtime.sampling import Draw, Sampler
 from millpond.runtime.steps import (
     DecodeToken,
@@ -68,6 +70,8 @@ class Model:
         # mutable state, changed only in the methods of Runner
         self._builder = TensorBuilder(self._compute)
         self._family: Family | None = None
+        self._in_place: InPlaceSteps | None = None
+        self._under_way: list[Array] = []  # ends with the last chunk
         self._caches: dict[int, LiveCaches] = {}
         self._sampler = Sampler(self._config.suppress_tokens, guides)
 
@@ -88,6 +92,9 @@ class Model:
             self._family = family(self._config, weights, self._compute)
         except KeyError as error:
             raise ModelUnreadable(f"tensor {error}: found none, expected one") from error
+        if self._family.in_place is not None:
+            self._in_place = InPlaceSteps(self._family.in_place)
+            self._decode_batch = min(self._decode_batch, TOGETHER)
         mx.clear_cache()  # nothing is queued: memory of what was joined goes back to the system
 
     def run(self, step: Step) -> StepResult:
@@ -126,14 +133,17 @@ class Model:
     def close(self) -> None:
         """See ``Runner.close``."""
         self._caches.clear()
+        self._under_way = []
         self._sampler.clear()
-        self._family = None
+        self._family = self._in_place = None
 
     # -- sequences
 
     def _drop(self, sequence_id: int) -> None:
         self._caches.pop(sequence_id, None)
         self._sampler.forget(sequence_id)
+        if self._in_place is not None:
+            self._in_place.forget(sequence_id)
 
     def _fail(self, sequence_id: int, error: Exception, failures: dict[int, str]) -> None:
         self._drop(sequence_id)
@@ -156,6 +166,8 @@ class Model:
             caches = self._caches.get(hold.sequence_id)
             if caches is None:
                 raise RowError(f"found no live cache, expected one to keep at {hold.tokens} tokens")
+            if self._in_place is not None:
+                self._in_place.forget(hold.sequence_id)
             cut(caches, hold.tokens)
             self._sampler.forget(hold.sequence_id)
         except _DEVICE_ERRORS as error:
@@ -195,7 +207,7 @@ class Model:
             caches = self._cache_of(chunk.sequence_id, chunk.first_token)
             hidden = self._ready.forward(ids, PrefillPass(caches), chunk.first_token)
             if chunk.sample is None:
-                mx.eval(arrays_of(caches))
+                self._begin(arrays_of(caches))
                 return []
             logits = self._ready.logits(hidden[-1:])[0]
             draw = Draw(chunk.sequence_id, chunk.sample, 0, chunk.prompt)
@@ -204,6 +216,16 @@ class Model:
             self._fail(chunk.sequence_id, error, failures)
             return []
         return [first, *self._twins(chunk, logits, failures)]
+
+    def _begin(self, rows: list[Array]) -> None:
+        """Wait for a chunk's rows on a CPU; elsewhere for those of the chunk before it."""
+        if is_shared():
+            mx.eval(rows)
+            return
+        mark = rows[-1].max()  # of the last layer; the rows themselves must be free to be extended
+        mx.async_eval(rows, mark)  # type: ignore[no-untyped-call]
+        mx.eval(self._under_way)
+        self._under_way = [mark]
 
     def _twins(
         self, chunk: PrefillChunk, logits: Array, failures: dict[int, str]
@@ -244,6 +266,8 @@ class Model:
     def _decode_ready(
         self, ready: Sequence[tuple[DecodeToken, LiveCaches]], failures: dict[int, str]
     ) -> list[Sampled]:
+        if self._in_place is not None:
+            return self._decode_in_place(self._in_place, ready, failures)
         ids = mx.array([token.token_id for token, _ in ready], dtype=mx.uint32)
         token, caches = ready[0]
         if len(ready) == 1:
@@ -254,6 +278,34 @@ class Model:
             hidden = self._ready.forward(ids, batch, positions)
         logits = self._ready.logits(hidden)
         arrays = [a for _, caches in ready for a in arrays_of(caches)]
+        return self._sampled(ready, logits, arrays, failures)
+
+    def _decode_in_place(
+        self,
+        steps: InPlaceSteps,
+        ready: Sequence[tuple[DecodeToken, LiveCaches]],
+        failures: dict[int, str],
+    ) -> list[Sampled]:
+        logits, best = steps.run(ready)
+        if not all(self._sampler.takes_best(token.sample) for token, _ in ready):
+            return self._sampled(ready, logits, [], failures)
+        return [
+            self._sampler.take_best(
+                Draw(token.sequence_id, token.sample, token.step), logits[index], token_id
+            )
+            for index, ((token, _), token_id) in enumerate(
+                zip(ready, steps.chosen(ready, best), strict=True)
+            )
+        ]
+
+    def _sampled(
+        self,
+        ready: Sequence[tuple[DecodeToken, LiveCaches]],
+        logits: Array,
+        arrays: list[Array],
+        failures: dict[int, str],
+    ) -> list[Sampled]:
+        """Choose a token for each row of logits, and evaluate ``arrays`` along with the first."""
         sampled = []
         for (token, _), row in zip(ready, logits, strict=True):
             draw = Draw(token.sequence_id, token.sample, token.step)

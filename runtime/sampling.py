@@ -92,6 +92,28 @@ class Sampler:
             None if count is None else logprob_of(logits, token_id, count),
         )
 
+    def takes_best(self, sampling: SamplingParams) -> bool:
+        """True if the token is the one with the best raw logit."""
+        return (
+            sampling.temperature == 0.0
+            and sampling.repetition_penalty == 1.0
+            and not (sampling.presence_penalty or sampling.frequency_penalty)
+            and not (sampling.logit_bias or sampling.json_schema)
+            and self._suppressed is None
+        )
+
+    def take_best(self, draw: Draw, logits: Any, token_id: int) -> Sampled:
+        """Return a token chosen where ``takes_best``; raw float32 logits (V,), not evaluated."""
+        self._history(draw).completion[token_id] += 1
+        sampling, count = draw.sampling, draw.sampling.logprobs
+        digest = b""
+        if sampling.digest_logits or count is not None:
+            mx.eval(logits)
+        if sampling.digest_logits:
+            digest = xxhash.xxh3_128_digest(memoryview(logits))
+        found = None if count is None else logprob_of(logits, token_id, count)
+        return Sampled(draw.sequence_id, token_id, digest, found)
+
     def forget(self, sequence_id: int) -> None:
         """Drop what is known of a sequence."""
         self._seeds.pop(sequence_id, None)

@@ -80,6 +80,10 @@ class Attention:
     def _one(self, queries: Array, rows: Rows, layer: LayerConfig, first: Position) -> Array:
         keys, values = rows.keys.astype(queries.dtype), rows.values.astype(queries.dtype)
         count, scale = queries.shape[2], self._config.attention_scale
+        if self._is_fused and count > 1 and self._is_causal(rows, layer):
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask="causal"
+            )
         mask = self._mask(count, rows, layer, first) if count > 1 else None
         if self._is_fused:
             return mx.fast.scaled_dot_product_attention(
@@ -94,6 +98,11 @@ class Attention:
             grouped = scores.reshape(1, kv_heads, -1, count, keys.shape[2])
             scores = (grouped + mask.astype(scores.dtype)).reshape(scores.shape)
         return (mx.softmax(scores, axis=-1) @ values).reshape(queries.shape)
+
+    def _is_causal(self, rows: Rows, layer: LayerConfig) -> bool:
+        """True if no query of a chunk, whose rows are the last ones, misses an earlier key."""
+        within = rows.keys.shape[2] <= self._config.sliding_window
+        return layer.kind is LayerType.FULL or within
 
     def _mask(self, count: int, rows: Rows, layer: LayerConfig, first: Position) -> Array:
         """(n, keys), bool on a GPU and additive on a CPU."""

@@ -5,6 +5,8 @@ Pinned thread only.  Hidden states are (n, D).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import mlx.core as mx
@@ -23,16 +25,37 @@ def gelu_gated(gate_up: Array) -> Array:
     """(n, 2F), gate then up → (n, F): gelu_tanh(gate) · up."""
     if _on_host(gate_up):
         return host_kernels.gelu_gated(gate_up)
-    gate, up = mx.split(gate_up, 2, axis=-1)
-    return gelu_tanh(gate) * up
+    return _on_device(_gelu_gated, gate_up)
 
 
 def silu_gated(gate_up: Array) -> Array:
     """(n, 2F), gate then up → (n, F): gate · sigmoid(gate) · up."""
     if _on_host(gate_up):
         return host_kernels.silu_gated(gate_up)
+    return _on_device(_silu_gated, gate_up)
+
+
+def _gelu_gated(gate_up: Array) -> Array:
+    gate, up = mx.split(gate_up, 2, axis=-1)
+    return gelu_tanh(gate) * up
+
+
+def _silu_gated(gate_up: Array) -> Array:
     gate, up = mx.split(gate_up, 2, axis=-1)
     return gate * mx.sigmoid(gate) * up
+
+
+def _on_device(plain: Callable[[Array], Array], x: Array) -> Array:
+    """Apply a function of single values; on a GPU in one pass over memory instead of about ten."""
+    if mx.default_device() == mx.cpu:
+        return plain(x)
+    found: Array = _compiled(plain)(x)
+    return found
+
+
+@lru_cache
+def _compiled(plain: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return mx.compile(plain, shapeless=True)
 
 
 def _on_host(x: Array) -> bool:
@@ -46,8 +69,30 @@ def soft_capped(logits: Array, cap: float) -> Array:
     return mx.tanh(found / cap) * cap if cap else found
 
 
+class InPlaceDecode(Protocol):
+    """One token of each of some sequences, by kernels that write its row into the caches.
+
+    A sequence's logits do not depend on the others.
+    """
+
+    def __call__(
+        self, token_ids: Array, positions: Array, rows: Sequence[Sequence[Array]]
+    ) -> tuple[Array, Array]:
+        """Return float32 logits (sequences, V) and the best id of each, not evaluated.
+
+        token_ids, positions  (sequences,), uint32 and int32
+        rows                  of each sequence: ``LayerCache.in_place`` of each layer in turn, then
+                              int32 zeros, as many as a layer has KV heads at most; evaluated
+        """
+
+
 class Family(Protocol):
-    """The forward pass of one architecture."""
+    """The forward pass of one architecture.
+
+    in_place  decode steps by kernels of this device, or None
+    """
+
+    in_place: InPlaceDecode | None
 
     def forward(self, token_ids: Array, kv: Pass, first: Position) -> Array:
         """Run tokens at positions ``first`` on, (n,) → hidden states before the head, (n, D).

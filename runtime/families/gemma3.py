@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from millpond.runtime.families import cuda_kernels
 from millpond.runtime.families.attention import Attention, heads, joined, rope
-from millpond.runtime.families.base import gelu_gated, soft_capped
+from millpond.runtime.families.base import InPlaceDecode, gelu_gated, soft_capped
 from millpond.runtime.families.config import LayerConfig, ModelConfig
+from millpond.runtime.families.gemma3_cuda import Gemma3Decode, is_served
 from millpond.runtime.families.linear import Linear, Weights, embedding_rows, stacked
 from millpond.runtime.kv.cache import Array
 from millpond.runtime.kv.passes import Pass, Position
@@ -45,24 +47,37 @@ class Gemma3:
         self._layers = [
             _layer(layer, f"blk.{index}.", weights) for index, layer in enumerate(config.layers)
         ]
+        self.in_place: InPlaceDecode | None = None
+        if is_served(config):
+            ends = (self._embedding, self._head, self._norm)
+            self.in_place = Gemma3Decode(config, self._layers, ends)
 
     def forward(self, token_ids: Array, kv: Pass, first: Position) -> Array:
         """See ``Family.forward``."""
         x = embedding_rows(self._embedding, token_ids, self._dtype)
         x = x * mx.array(self._config.embedding_scale, dtype=self._dtype)
+        normed = self._norm_of(x, self._layers[0].attn_norm)
+        after = [*(layer.attn_norm for layer in self._layers[1:]), self._norm]
         for index, layer in enumerate(self._layers):
-            normed = self._norm_of(x, layer.attn_norm)
             queries, keys, values = self._heads(layer, normed, (kv.sequences, first))
             rows = kv.add(index, keys, values)
             seen = self._attend(queries, rows, layer.config, first)
-            x = x + self._norm_of(layer.output(joined(seen)), layer.post_attention_norm)
-            inner = _mlp(layer, self._norm_of(x, layer.ffn_norm))
-            x = x + self._norm_of(inner, layer.post_ffw_norm)
-        return self._norm_of(x, self._norm)
+            norms = (layer.post_attention_norm, layer.ffn_norm)
+            x, normed = self._add_norm(x, layer.output(joined(seen)), norms)
+            norms = (layer.post_ffw_norm, after[index])
+            x, normed = self._add_norm(x, _mlp(layer, normed), norms)
+        return normed
 
     def logits(self, hidden: Array) -> Array:
         """See ``Family.logits``."""
         return soft_capped(self._head(hidden), self._config.logit_softcap)
+
+    def _add_norm(self, x: Array, y: Array, norms: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Return s = x + rms(y) · w₀ and rms(s) · w₁."""
+        if self.in_place is not None:
+            return cuda_kernels.add_norm(x, y, norms, self._config.norm_eps)
+        x = x + self._norm_of(y, norms[0])
+        return x, self._norm_of(x, norms[1])
 
     def _norm_of(self, x: Array, weight: Array) -> Array:
         return mx.fast.rms_norm(x, weight, self._config.norm_eps)

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from millpond.runtime.families.attention import Attention, heads, joined, rope, rope_divisors
-from millpond.runtime.families.base import gelu_gated, gelu_tanh, soft_capped
+from millpond.runtime.families.base import InPlaceDecode, gelu_gated, gelu_tanh, soft_capped
 from millpond.runtime.families.config import LayerConfig, ModelConfig
 from millpond.runtime.families.experts import Experts, load_experts
 from millpond.runtime.families.linear import Linear, Weights, embedding_rows, stacked
@@ -47,6 +47,8 @@ class _Layer:
 
 class Gemma4:
     """The whole model; see ``families.base.Family``."""
+
+    in_place: InPlaceDecode | None = None
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: Any) -> None:
         self._config, self._dtype, self._weights = config, dtype, weights

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 from millpond.runtime.families.attention import Attention, heads, joined, rope, rope_divisors
-from millpond.runtime.families.base import silu_gated, soft_capped
+from millpond.runtime.families.base import InPlaceDecode, silu_gated, soft_capped
 from millpond.runtime.families.config import LayerConfig, ModelConfig
 from millpond.runtime.families.linear import Linear, Weights, embedding_rows, stacked
 from millpond.runtime.kv.cache import Array
@@ -31,6 +31,8 @@ class _Layer:
 
 class Llama:
     """The whole model; see ``families.base.Family``."""
+
+    in_place: InPlaceDecode | None = None
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: Any) -> None:
         self._config, self._dtype = config, dtype

@@ -86,6 +86,17 @@ class LayerCache(Protocol):
     def arrays(self) -> list[Array]:
         """Return the device arrays, for evaluation."""
 
+    def in_place(self, tokens: int) -> tuple[Array, Array]:
+        """Return K and V buffers for ``tokens`` tokens, which a kernel may write into.
+
+        They are this cache's own, contiguous, (1, kv_heads, capacity, head_dim), not evaluated;
+        the row of a token is at its position, in a window at ``position % window``.  Rows that a
+        kernel wrote are read here, so nothing may be under way.
+        """
+
+    def advance(self) -> None:
+        """Count one more token, whose row a kernel wrote."""
+
 
 class LinearCache:
     """All rows of a full-attention layer in one buffer that grows; lengths of K and V apart.
@@ -95,9 +106,10 @@ class LinearCache:
 
     def __init__(self, shape: RowShape, tokens_max: int) -> None:
         self._shape, self._tokens_max = shape, tokens_max
-        # mutable state, changed only in _write
+        # mutable state, changed only in _write, cut, in_place and advance
         self._buffers: list[Array | None] = [None, None]
         self._lengths = [0, 0]
+        self._is_open = False  # in place: a kernel may write
 
     @property
     def length(self) -> int:
@@ -135,6 +147,30 @@ class LinearCache:
         for which, buffer in enumerate(self._buffers):
             self._buffers[which] = _own(self._before(buffer, tokens))
             self._lengths[which] = tokens
+        self._is_open = False
+
+    def in_place(self, tokens: int) -> tuple[Array, Array]:
+        capacity = self._capacity(tokens)
+        for which, buffer in enumerate(self._buffers):
+            if buffer is None or self._lengths[which] >= tokens:
+                raise RowError(f"found {self._lengths[which]} rows, expected fewer than {tokens}")
+            if not self._is_open or buffer.shape[2] < tokens:
+                held = buffer[:, :, : self._lengths[which], :]
+                rest = self._shape.zeros(capacity - held.shape[2])
+                self._buffers[which] = mx.concatenate([held, rest], axis=2)
+        self._is_open = True
+        return self._buffers[KEYS], self._buffers[VALUES]
+
+    def advance(self) -> None:
+        self._lengths = [length + 1 for length in self._lengths]
+
+    def _capacity(self, tokens: int) -> int:
+        """Few different ones, so that steps over them are compiled seldom."""
+        wanted = FIRST_TOKENS
+        while wanted < tokens:
+            wanted = wanted * 3 // 2 if wanted.bit_count() == 1 else wanted * 4 // 3
+        most = -(-self._tokens_max // FIRST_TOKENS) * FIRST_TOKENS
+        return min(wanted, most) if most >= tokens else wanted
 
     def _before(self, buffer: Array | None, tokens: int) -> Array:
         if buffer is None or not 0 < tokens <= self.length:
@@ -156,6 +192,7 @@ class LinearCache:
         buffer[:, :, first:end, :] = rows
         self._buffers[which] = buffer
         self._lengths[which] = end
+        self._is_open = False
 
 
 class WindowCache:
@@ -168,11 +205,12 @@ class WindowCache:
 
     def __init__(self, shape: RowShape, window: int) -> None:
         self._shape, self._window = shape, window
-        # mutable state, changed only in prefill, decode and put
+        # mutable state, changed only in prefill, decode, put, cut, in_place and advance
         self._rows: list[Array | None] = [None, None]  # temporal order
         self._first = [0, 0]  # position of row 0
         self._ring: list[Array] = []
         self._length = 0  # once a ring
+        self._is_open = False  # the ring is in place: a kernel may write
 
     @property
     def length(self) -> int:
@@ -191,6 +229,7 @@ class WindowCache:
         if not self._ring:
             self._length = self.length
             self._ring = [self._to_ring(KEYS), self._to_ring(VALUES)]
+            self._is_open = False
         slot, used = self._length % self._window, min(self._length + 1, self._window)
         for which, rows in ((KEYS, keys), (VALUES, values)):
             ring = self._ring[which]
@@ -200,6 +239,21 @@ class WindowCache:
         if used == self._window:
             return Rows(self._ring[0], self._ring[1], -1)
         return Rows(self._ring[0][:, :, :used, :], self._ring[1][:, :, :used, :], -1)
+
+    def in_place(self, tokens: int) -> tuple[Array, Array]:
+        if self.length >= tokens:
+            raise RowError(f"found {self.length} rows, expected fewer than {tokens}")
+        if not self._ring:
+            self._length = self.length
+            self._ring = [self._to_ring(KEYS), self._to_ring(VALUES)]
+            self._is_open = False
+        if not self._is_open:  # a ring that was filled at once is made of the chunk's own rows
+            self._ring = [_own(ring) for ring in self._ring]
+            self._is_open = True
+        return self._ring[KEYS], self._ring[VALUES]
+
+    def advance(self) -> None:
+        self._length += 1
 
     def fork(self, tokens: int, tokens_max: int) -> WindowCache:
         found = WindowCache(self._shape, self._window)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import xxhash
-from millpond.runtime.host_memory import host_dtype, host_view, is_shared
+from millpond.runtime.host_memory import SLICE_BYTES, host_dtype, host_view, is_shared
 from millpond.runtime.kv.cache import Array, LiveCaches, RowError
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
 from millpond.runtime.steps import RestorePlanes, SnapshotPlanes
@@ -26,10 +26,13 @@ def put_planes(layout: KvLayout, one: RestorePlanes, caches: LiveCaches) -> list
     dtype = group.dtype.to_mlx_dtype()
     planes = _planes(group, one, dtype)
     changed = []
-    for index in range(one.planes):
-        layer, which = _place(group, one.first_plane + index)
-        caches[layer].put(which, one.first_token, mx.array(planes[index]).view(dtype))
-        changed += caches[layer].arrays()
+    together = max(1, SLICE_BYTES // planes[0].nbytes)  # a transfer for each plane is slower
+    for start in range(0, one.planes, together):
+        moved = mx.array(planes[start : start + together]).view(dtype)
+        for index, rows in enumerate(moved, start):
+            layer, which = _place(group, one.first_plane + index)
+            caches[layer].put(which, one.first_token, rows)
+            changed += caches[layer].arrays()
     return changed
 
 
