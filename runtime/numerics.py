@@ -13,12 +13,8 @@ from millpond.codecs.fingerprint import NumericsIdentity
 from millpond.runtime.blas import Blas, preload
 from millpond.runtime.config import RuntimeConfig
 
-<<<<<<< HEAD
 _log = logging.getLogger(__name__)
-KERNEL_REVISION = 2  # counts changes of our forward pass and caches that change bits
-=======
 KERNEL_REVISION = 3  # counts changes of our forward pass and caches that change bits
->>>>>>> d9a644a (Decode steps of Gemma 3 on CUDA: few kernels that write rows in place, begun before they are asked for; prefill with fewer operations on a GPU)
 
 
 SLOW_BLAS = "the BLAS that MLX brings is used, which is up to 30 times slower"
