@@ -198,7 +198,7 @@ def _identify(
     layout = KvLayout.from_descriptor(
         identity.descriptor,
         config.block_tokens,
-        config.prefill_chunk_tokens,
+        config.chunk_tokens_on(numerics.device_kind),
         config.sliding_boundary_tokens,
     )
     tokenizer = make_tokenizer(identity.vocabulary)

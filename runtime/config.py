@@ -16,6 +16,7 @@ ComputeDType = Literal["float32", "bfloat16"]
 WeightForm = Literal["dense", "repacked"]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _SLOTS = ("restore_slots", "spill_slots", "weight_slots")
+CHUNK_TOKENS_CPU, CHUNK_TOKENS_GPU = 256, 1024
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
 _UNITS |= {"k": KIB, "m": MIB, "g": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -79,7 +80,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_form              dense or repacked; None: dense
     reuse                    ``exact``: a hit changes no bit
     block_tokens             tokens of a KV block
-    prefill_chunk_tokens     ``C`` of the grid, a multiple of block_tokens
+    prefill_chunk_tokens     ``C`` of the grid, a multiple of block_tokens; None: by the device, see
+                             ``chunk_tokens_on``
     sliding_boundary_tokens  sliding blocks are kept at its multiples; 0: everywhere
     kv_bytes_max             budget of the live KV caches, running ones by their worst case: bytes,
                              ``"4GiB"`` or a share ``"50%"`` of the device's memory
@@ -104,7 +106,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_form: WeightForm | None = None
     reuse: Literal["exact"] = "exact"
     block_tokens: int = 256
-    prefill_chunk_tokens: int = 256
+    prefill_chunk_tokens: int | None = None
     sliding_boundary_tokens: int = 1024
     context_tokens: int | None = None
     durability: Literal["process", "power"] = "process"
@@ -123,8 +125,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigError(f"configuration: {error}") from error
         for name in ("block_tokens", "prefill_chunk_tokens", "blas_threads"):
-            if getattr(found, name) < 1:
-                raise ConfigError(f"{name}: found {getattr(found, name)}, expected at least 1")
+            value = getattr(found, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: found {value}, expected at least 1")
         for name in ("sequences_max", "channel_messages", *_SLOTS):
             if getattr(found.limits, name) < 1:
                 raise ConfigError(f"limits.{name}: found 0 or less, expected at least 1")
@@ -136,6 +139,17 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("spill_bytes_max", "kv_bytes_max", "weight_bytes_max"):
             parse_bytes(getattr(found, name), total=1)
         return found
+
+    def chunk_tokens_on(self, device_kind: str) -> int:
+        """Return ``C``: as configured, else about 256 tokens on a CPU and 1,024 on a GPU.
+
+        Small chunks are faster on a CPU, and a hit is a multiple of them; a GPU waits for the host
+        to describe a small chunk longer than it computes.  Figures: ``docs/performance.md``.
+        """
+        if self.prefill_chunk_tokens is not None:
+            return self.prefill_chunk_tokens
+        wanted = CHUNK_TOKENS_CPU if device_kind == "cpu" else CHUNK_TOKENS_GPU
+        return max(1, wanted // self.block_tokens) * self.block_tokens
 
     def resolved_spill_root(self) -> Path:
         """Return the absolute spill root; ``~`` is expanded."""

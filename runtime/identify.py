@@ -165,13 +165,14 @@ def _guard_inputs(
     config: RuntimeConfig,
     build: tuple[str, NumericsIdentity],
 ) -> GuardInputs:
+    tensors_sha256, numerics = build
+    chunk_tokens = config.chunk_tokens_on(numerics.device_kind)
     layout = KvLayout.from_descriptor(
         descriptor,
         config.block_tokens,
-        config.prefill_chunk_tokens,
+        chunk_tokens,
         config.sliding_boundary_tokens,
     )
-    tensors_sha256, numerics = build
     return GuardInputs(
         tensors_sha256=tensors_sha256,
         family=shape.family,
@@ -180,7 +181,7 @@ def _guard_inputs(
         kv_dtype=descriptor.kv_dtype.value,
         groups=tuple(group.name for group in layout.groups),
         block_tokens=config.block_tokens,
-        chunk_tokens=config.prefill_chunk_tokens,
+        chunk_tokens=chunk_tokens,
         numerics=numerics,
         constants=_constants(shape),
     )

@@ -158,7 +158,7 @@ def _kv(descriptor: KvSpillDescriptor, config: RuntimeConfig) -> dict[str, Any]:
     layout = KvLayout.from_descriptor(
         descriptor,
         config.block_tokens,
-        config.prefill_chunk_tokens,
+        config.chunk_tokens_on("cpu"),
         config.sliding_boundary_tokens,
     )
     full = sum(group.block_bytes(1) for group in layout.full_groups)

@@ -24,12 +24,11 @@ from typing import IO, Any
 
 import numpy as np
 from millpond.runtime.cli_prompt import read_token_ids
-from millpond.runtime.config import RuntimeConfig
+from millpond.runtime.config import CHUNK_TOKENS_CPU, RuntimeConfig
 from millpond.runtime.errors import ConfigError, InvalidParameter, MillpondError
 from millpond.runtime.testing.direct import check_ids, chunks, load_direct
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_DEFAULTS = RuntimeConfig(model="")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token-ids-file", required=True, metavar="FILE", help="JSON list of ids")
     parser.add_argument("--out", required=True, metavar="FILE", help="the archive to write")
     parser.add_argument("--positions", metavar="LIST", help="as in 0,5,-1; else every position")
-    parser.add_argument("--chunk-tokens", type=_positive, default=_DEFAULTS.prefill_chunk_tokens)
+    parser.add_argument("--chunk-tokens", type=_positive, default=CHUNK_TOKENS_CPU)
     parser.add_argument("--kv-dtype", choices=("f32", "f16", "bf16"))
     parser.add_argument("--compute-dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--weight-form", choices=("dense", "repacked"))

@@ -47,7 +47,7 @@ def load_direct(
         layout = KvLayout.from_descriptor(
             identity.descriptor,
             settings.block_tokens,
-            settings.prefill_chunk_tokens,
+            settings.chunk_tokens_on(numerics.device_kind),
             settings.sliding_boundary_tokens,
         )
         model = DirectModel(identity, layout)
