@@ -55,7 +55,10 @@ class Side:
             text=True,
             env=environment,
         )
-        self.about: dict[str, Any] = self._answer()
+
+    def about(self) -> dict[str, Any]:
+        """Return what it says once its model is loaded."""
+        return self._answer()
 
     def ask(self, what: str, **numbers: int) -> float:
         """Return the figure asked for."""
@@ -93,8 +96,8 @@ def main() -> int:
         sides["spilling"] = Side("ours", options, {"root": root})
         if options.peer != "none":
             sides["peer"] = Side(options.peer, options, {})
+        about = {name: side.about() for name, side in sides.items()}
         found = _rounds(sides, options)
-        about = {name: side.about for name, side in sides.items()}
     finally:
         for side in sides.values():
             side.close()

@@ -305,7 +305,7 @@ async def _decoded(runtime: Any, prompts: list[list[int]], tokens: int) -> float
     """Tokens a second from when every request has its first token until one has its last."""
     stamps: list[list[float]] = [[] for _ in prompts]
     sampling = SamplingParams(
-        max_tokens=tokens + 1 + (40 if len(prompts) > 1 else 0), ignore_eos=True
+        max_tokens=tokens + 1 + (EXTRA_TOKENS if len(prompts) > 1 else 0), ignore_eos=True
     )
 
     async def one(number: int) -> None:
