@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,8 @@ async def left_in(process: ServeProcess, files: int) -> dict[str, int]:
     """Wait until no request is left in a server, at most SETTLE_S; return what still is.
 
     files  its open descriptors before any client came
+
+    What is left then is told on stderr, with all figures of the server.
     """
     until_s = anyio.current_time() + SETTLE_S
     while True:
@@ -144,6 +147,10 @@ async def left_in(process: ServeProcess, files: int) -> dict[str, int]:
             "slots_lost": sum(one["slots_lost"] for one in models),
             "files": max(0, process.open_files() - files),
         }
-        if not any(found.values()) or anyio.current_time() > until_s:
+        if not any(found.values()):
+            return found
+        if anyio.current_time() > until_s:
+            shown = {name: data[name] for name in ("live", "pool", "models")}
+            print(json.dumps(shown), file=sys.stderr)
             return found
         await anyio.sleep(0.5)
