@@ -152,11 +152,15 @@ class SimDevice:
         self._changes = kept
 
     def flip(self, path: str) -> None:
-        """Rot: one bit of a file at rest changes, on the device as well."""
+        """Rot: one bit of a file at rest changes, on the device as well; often near its end.
+
+        Payloads of simulated worlds are a small part of their files, and lie there.
+        """
         file = self.file(path)
         if not file.content:
             return
-        place = self.random.randrange(8 * len(file.content))
+        bits = 8 * len(file.content)
+        place = self.random.randrange(bits - bits // 16 if self.random.random() < 0.6 else 0, bits)
         file.content[place // 8] ^= 1 << place % 8
         file.durable = bytes(file.content) if not file.uncertain else file.durable
         self.losses["rot"] += 1

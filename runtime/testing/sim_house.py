@@ -29,7 +29,7 @@ from millpond.runtime.testing.oracle import END_ID, FINGERPRINT, Letters, guard_
 from millpond.runtime.testing.sim_disk import SimDisk
 from millpond.runtime.testing.trace import Trace
 from millpond.runtime.testing.workers import InlineWorker, Pace, SimWorker
-from millpond.runtime.testing.world_plan import NEVER, VOCAB, ProcessPlan, WorldPlan
+from millpond.runtime.testing.world_plan import VOCAB, ProcessPlan, WorldPlan
 
 DISK_STALL_S, ENGINE_STALL_S = 60.0, 120.0
 OPEN_STALL_S = 10 * DISK_STALL_S
@@ -71,18 +71,23 @@ class Abort:
 
 
 class SimLoader:
-    """Sends the fake model's weights as two tensors; fails after a number of turns if told to."""
+    """Sends the fake model's weights; fails after a number of turns if told to.
 
-    def __init__(self, weights: bytes, pool: StagingPool, abort_steps: int = NEVER) -> None:
-        self._weights, self._pool, self._abort_steps = weights, pool, abort_steps
+    Where an actor is planned to fail they come as two tensors through one slot, so one waits.
+    """
+
+    def __init__(self, weights: bytes, pool: StagingPool, plan: ProcessPlan) -> None:
+        count = 2 if plan.aborts else 1
+        size = len(weights) // count
+        self._tensors = [weights[size * index : size * (index + 1)] for index in range(count)]
+        self._pool, self._abort_steps = pool, plan.abort_steps
 
     async def run(self, weights: Outbox[Weights]) -> None:
         """Send, then say so, then perhaps fail."""
         async with weights:
-            half = len(self._weights) // 2
-            for number, part in enumerate((self._weights[:half], self._weights[half:])):
+            for number, part in enumerate(self._tensors):
                 await self._send(f"w{number}", part, weights)
-            await weights.send(Loaded(tensors=2))
+            await weights.send(Loaded(tensors=len(self._tensors)))
         if self._abort_steps >= 0:
             for _ in range(self._abort_steps):
                 await checkpoint()
@@ -183,7 +188,7 @@ class SimProcess:
         gateway = Gateway(self._gateway_parts(model))
         engine = Engine(self._engine_parts(number, runner, pools))
         store = Store(self._store_parts(model, pools))
-        loader = SimLoader(weights_of(model), pools[0], self.plan.abort_steps)
+        loader = SimLoader(weights_of(model), pools[0], self.plan)
         if self.plan.abort_place >= 0:
             for actor in (gateway, store, engine, loader):
                 setattr(actor, "run", self.abort.around(actor.run))  # noqa: B010

@@ -76,7 +76,7 @@ def _with_sharing(draw: random.Random, plan: WorldPlan) -> WorldPlan:
     """Draw what concerns live caches: their bounds, choices, priorities, deadlines."""
     bounds = msgspec.structs.replace(
         plan.bounds,
-        held_max=draw.choice((0, 1, 2, 16)),
+        held_max=draw.choice((0, 0, 0, 1, 2, 16)),
         bypass_max=draw.choice((0, 1, 4)),
         kv_sequences=draw.choice((0.0, 0.0, 1.0, 1.5, 3.0)),
     )
@@ -100,14 +100,20 @@ def _shared_request(draw: random.Random, request: RequestPlan) -> RequestPlan:
 
 
 def _with_patience(draw: random.Random, plan: WorldPlan) -> WorldPlan:
-    """Let the last request of some processes come when a latched spilling is tried again."""
+    """Let the last request of some processes come when a latched spilling is tried again.
+
+    Before others start, a bit of some block rots.
+    """
     processes = []
     for process in plan.processes:
-        requests = process.requests
+        requests, faults = process.requests, process.disk_faults
+        if draw.random() < 0.15:
+            faults = (*faults, DiskFault(operation="claim", nth=0, kind="rot"))
         if draw.random() < 0.2 and process.close_s < 0:
             late = msgspec.structs.replace(requests[-1], start_s=PATIENCE_S)
             requests = (*requests[:-1], late)
-        processes.append(msgspec.structs.replace(process, requests=requests))
+        changed = msgspec.structs.replace(process, requests=requests, disk_faults=faults)
+        processes.append(changed)
     return msgspec.structs.replace(plan, processes=tuple(processes))
 
 
