@@ -8,7 +8,8 @@ import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-StopText = Annotated[str, msgspec.Meta(min_length=1)]
+# the end of the text so far is compared with each of them, at every token
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]  # decides by itself at either end
 
@@ -22,7 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p         keep the smallest set with at least this probability mass; 1 keeps all
     min_p         drop tokens less probable than this share of the best one's probability
     seed          random key; None draws one.  A key is a function of seed, choice and step alone
-    stop          strings that end the completion and are not part of its text
+    stop          strings that end the completion and are no part of its text; 1,024 characters
     ignore_eos    go on after an end-of-generation token
     digest_logits return the xxh3-128 of each step's float32 logits (exactness checks)
     repetition_penalty  divides positive and multiplies negative logits of ids that prompt or

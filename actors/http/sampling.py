@@ -104,4 +104,5 @@ def checked_sampling(fields: dict[str, Any]) -> SamplingParams:
     except msgspec.ValidationError as error:
         fault, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`").partition("[")[0] or "body"
+        name = "response_format" if name == "json_schema" else name
         raise invalid(name, f"{name}: {fault[:1].lower()}{fault[1:]}") from None
