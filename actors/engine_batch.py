@@ -129,6 +129,9 @@ class Batch:
     ) -> tuple[PrefillChunk | None, tuple[Sequence, ...]]:
         leader = turn.prefill
         if leader is None:
+            late = next((one for one in turn.decode if self.offers.is_late(one)), None)
+            if late is not None:
+                self.offers.prepare(late, range(0), room)
             return None, ()
         chunk = leader.next_chunk(self._layout.chunk_tokens)
         self.offers.prepare(leader, whole_blocks(chunk, self._layout), room)

@@ -7,6 +7,8 @@ Invariants
      after one was refused the request offers no more of them.  A refused sliding block loses one
      boundary only.
 (I3) A block is offered whole: all its parts have slots and room in the arrow, or none is taken.
+(I4) A sequence that began with a held cache offers the blocks of full groups in chain order, from
+     the first that the disk lacks on; what has no room now is offered with a later step.
 """
 
 from __future__ import annotations
@@ -51,11 +53,35 @@ class Offers:
         room  messages that the arrow to the store takes now; only this actor sends there
         """
         assert not self._parts, "the last step's offers were neither sent nor lost"
-        groups = (*self._layout.full_groups, *self._layout.sliding_groups)
+        full, sliding = self._layout.full_groups, self._layout.sliding_groups
+        if sequence.offers_late:
+            self._prepare_late(sequence, blocks, room)
+            full = ()
         for block in blocks:
-            for group in groups:
+            for group in (*full, *sliding):
                 if sequence.wants(group, block) and not self._take(sequence, group, block, room):
                     self._refuse(sequence, group)
+
+    def is_late(self, sequence: Sequence) -> bool:
+        """True iff blocks of full groups are still to be offered from the live cache (I4)."""
+        return sequence.offers_late and bool(self._late_blocks(sequence, range(0)))
+
+    def _late_blocks(self, sequence: Sequence, blocks: range) -> range:
+        """Return those that may go with the next step: one more than a chunk has, at most."""
+        per_chunk = self._layout.chunk_tokens // self._layout.block_tokens
+        done = sequence.prefilled // self._layout.chunk_tokens * per_chunk
+        first = max(sequence.late_block, sequence.admit.full_from_block)
+        return range(first, min(max(done, blocks.stop), first + per_chunk + 1))
+
+    def _prepare_late(self, sequence: Sequence, blocks: range, room: int) -> None:
+        for block in self._late_blocks(sequence, blocks):
+            before = len(self._parts)
+            if not all(self._take(sequence, one, block, room) for one in self._layout.full_groups):
+                for part in self._parts[before:]:
+                    self._pool.give(part.lease.slot, part.lease.lease)
+                del self._parts[before:]
+                return
+            sequence.late_block = block + 1
 
     def planes(self) -> tuple[SnapshotPlanes, ...]:
         """Return what the step copies out."""

@@ -24,6 +24,7 @@ class Sequence:
     follows_tokens  how many of them; the whole prompt of a twin
     served_step     step at which it had its last chunk, or could have had its first
     has_ended       it runs no more; its live cache may be held
+    late_block      where it began with a held cache: the block of full groups to offer next
     """
 
     admit: Admit
@@ -42,6 +43,7 @@ class Sequence:
     follows_tokens: int = 0
     served_step: int = 0
     has_ended: bool = False
+    late_block: int = 0
 
     @property
     def id(self) -> int:
@@ -103,6 +105,14 @@ class Sequence:
             sample=self.admit.sampling,
             step=step,
         )
+
+    @property
+    def offers_late(self) -> bool:
+        """True iff blocks of full groups may be missing on the disk that it never computes.
+
+        They lie in its live cache, so they are offered from there, a few with each step.
+        """
+        return self.admit.held_id is not None and self.shared > 0 and self.admit.offers
 
     def wants(self, group: LayerGroup, block: int) -> bool:
         """True iff the store wants this block of this group offered."""
