@@ -25,7 +25,7 @@ from millpond.runtime.testing.fake_model import FakeModel, ModelFault
 from millpond.runtime.testing.oracle import END_ID, FINGERPRINT, Letters, guard_of, weights_of
 from millpond.runtime.testing.sim_house import SimLoader
 from millpond.runtime.testing.workers import InlineWorker
-from millpond.runtime.testing.world_plan import VOCAB
+from millpond.runtime.testing.world_plan import VOCAB, ProcessPlan
 
 T = TypeVar("T")
 CHUNK = 4
@@ -214,7 +214,7 @@ async def opened(
         gateway=found.gateway,
         store=found.store,
         engine=found.engine,
-        loader=SimLoader(weights_of(0), pools[0]),
+        loader=SimLoader(weights_of(0), pools[0], ProcessPlan()),
         limits=plan.limits,
         tap=tap,
     )
