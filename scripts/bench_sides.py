@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any, Protocol
 
 import anyio
@@ -47,7 +48,7 @@ class MlxLm:
 
     def __init__(self, asked: dict[str, Any]) -> None:
         preload(asked["threads"])
-        import mlx.core as mx
+        mx: Any = import_module("mlx.core")
         import mlx_lm
         from millpond.runtime.testing.direct import load_direct
 
@@ -62,7 +63,7 @@ class MlxLm:
         self.about = {"name": "mlx-lm", "version": mlx_lm.__version__, "mlx": mx.__version__}
 
     def stream(self, ids: list[int], tokens: int) -> Iterator[int]:
-        import mlx.core as mx
+        mx: Any = import_module("mlx.core")
         from mlx_lm.generate import generate_step
 
         for token, _ in generate_step(
@@ -71,7 +72,7 @@ class MlxLm:
             yield int(token)
 
     def batch(self, ids: list[list[int]], tokens: int) -> float:
-        import mlx.core as mx
+        mx: Any = import_module("mlx.core")
         from mlx_lm.models.cache import make_prompt_cache
 
         cache = make_prompt_cache(self._model)
@@ -154,7 +155,7 @@ def _split(linear: Any, cuts: list[int]) -> list[Any]:
 
 
 def _put(module: Any, name: str, linear: Any, owner: Any) -> None:
-    from mlx import nn
+    nn: Any = import_module("mlx.nn")
 
     if not hasattr(linear, "scales"):
         module.weight = linear.weight

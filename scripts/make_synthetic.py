@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from millpond.codecs.ggml_types import BY_NAME
@@ -44,7 +44,9 @@ class Preset:
     layers: int
 
 
-def _gemma3(width: int, inner: int, heads: tuple[int, int], window: int) -> Callable[[int], dict]:
+def _gemma3(
+    width: int, inner: int, heads: tuple[int, int], window: int
+) -> Callable[[int], dict[str, object]]:
     def metadata(layers: int) -> dict[str, object]:
         return {
             "general.architecture": "gemma3",
@@ -176,16 +178,20 @@ def _pool(kind: str, source: np.random.Generator) -> memoryview:
     """Random weights of about 0.02, as the type stores them."""
     values = (0.02 * source.standard_normal(POOL_VALUES)).astype(np.float32)
     if kind == "F32":
-        return memoryview(values).cast("B")
+        return _bytes_of(values)
     if kind == "F16":
-        return memoryview(values.astype(np.float16)).cast("B")
+        return _bytes_of(values.astype(np.float16))
     if kind == "BF16":
-        return memoryview((values.view(np.uint32) >> 16).astype(np.uint16)).cast("B")
+        return _bytes_of((values.view(np.uint32) >> 16).astype(np.uint16))
     blocks = np.frombuffer(source.bytes(POOL_VALUES // 32 * BY_NAME[kind].block_bytes), np.uint8)
     blocks = blocks.reshape(-1, BY_NAME[kind].block_bytes).copy()
     steps = {"Q4_0": 4.6, "Q8_0": 74.0}[kind]  # root mean square of its codes
     blocks[:, :2] = np.frombuffer(np.float16(0.02 / steps).tobytes(), np.uint8)
-    return memoryview(blocks.reshape(-1))
+    return _bytes_of(blocks)
+
+
+def _bytes_of(values: np.ndarray[Any, Any]) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data
 
 
 def _stored(shape: Shape, kind: str) -> int:
