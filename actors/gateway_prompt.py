@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 from millpond.actors.gateway_request import GatewayTokenizer
-from millpond.codecs.choices import SamplingParams
+from millpond.codecs.choices import PIN_S_MAX, SamplingParams
 from millpond.codecs.fingerprint import ReuseTag, chain_root
 from millpond.codecs.messages import Submit
 from millpond.runtime.config import Limits
@@ -72,6 +72,8 @@ class Prompt:
     no_store    neither read nor write the spill root, nor share rows with other requests
     priority    -100 to 100; the higher goes first
     deadline_s  seconds from now in which it must end; None: no deadline
+    pin         seconds for which no block of the prompt is evicted, from the request's end on; 0
+                ends that; None: as it is
     """
 
     content: str | Ordered[int]
@@ -80,13 +82,14 @@ class Prompt:
     no_store: bool = False
     priority: int = 0
     deadline_s: float | None = None
+    pin: float | None = None
 
 
 def checked(prompt: Prompt, choices: int) -> tuple[SamplingParams, ...]:
     """Return how to choose the tokens of each choice; raises InvalidParameter."""
     if type(choices) is not int or not 1 <= choices <= CHOICES_MAX:
         raise InvalidParameter(f"n: found {choices!r}, expected from 1 to {CHOICES_MAX}")
-    priority, deadline_s = prompt.priority, prompt.deadline_s
+    priority, deadline_s, pin = prompt.priority, prompt.deadline_s, prompt.pin
     if type(priority) is not int or abs(priority) > PRIORITY_MAX:
         raise InvalidParameter(
             f"priority: found {priority!r}, expected from -{PRIORITY_MAX} to {PRIORITY_MAX}"
@@ -95,6 +98,10 @@ def checked(prompt: Prompt, choices: int) -> tuple[SamplingParams, ...]:
         not isinstance(deadline_s, int | float) or math.isnan(deadline_s) or deadline_s <= 0
     ):
         raise InvalidParameter(f"deadline_s: found {deadline_s!r}, expected more than 0 seconds")
+    if pin is not None and (type(pin) not in (int, float) or not 0 <= pin <= PIN_S_MAX):
+        raise InvalidParameter(f"pin: found {pin!r}, expected from 0 to {PIN_S_MAX:.0f} seconds")
+    if pin and prompt.no_store:
+        raise InvalidParameter("pin: found a request that stores nothing, expected one that does")
     try:
         sampling = msgspec.convert(msgspec.to_builtins(prompt.sampling), SamplingParams)
     except (msgspec.ValidationError, TypeError) as error:
@@ -132,6 +139,7 @@ def prepare(parts: GatewayParts, prompt: Prompt, sampling: SamplingParams) -> Su
         sampling=sampling,
         no_store=prompt.no_store,
         priority=prompt.priority,
+        pin_s=float(prompt.pin) if prompt.pin is not None else None,
     )
 
 

@@ -21,6 +21,7 @@ from typing import assert_never
 from anyio import CancelScope, Event, create_task_group, move_on_after
 from millpond.actors.store_admission import Admission, Request, admission
 from millpond.actors.store_parts import StoreParts, StoreStatistics
+from millpond.actors.store_pins import Pins
 from millpond.actors.store_restore import Restorer
 from millpond.actors.store_spill import Spiller
 from millpond.codecs.messages import (
@@ -54,11 +55,12 @@ class Store:
         if parts.root is not None and self._shelves is not None:
             self._restorer = Restorer(parts, parts.root, self._shelves)
         self._spiller = Spiller(parts, parts.root, self._shelves)
+        self._pins = Pins(parts, parts.root, self._shelves)
         # mutable state, changed only in the loops
         self._requests: dict[int, Request] = {}
         self._admission = Admission(parts)
         self._offers: Inbox[Offer] | None = None
-        self._snapshots: deque[Snapshot] = deque()
+        self._jobs: deque[Snapshot | Submit] = deque()  # to write, or to pin
         self._offers_ended = self._spilling = False
         self._changed = Event()
 
@@ -106,6 +108,9 @@ class Store:
             problem=root.problem if root else "",
             root=root.statistics() if root else None,
             memory=self._admission.memory.statistics(),
+            pins=self._pins.done,
+            pins_refused=self._pins.refused,
+            pin_problem=self._pins.problem,
         )
 
     # -- submissions
@@ -119,6 +124,7 @@ class Store:
                         case Submit():
                             request = Request(message, CancelScope(), self._restores(message))
                             self._requests[message.request_id] = request
+                            self._pins.want(message)
                             self._admission.enter(request)
                             requests.start_soon(self._serve, request, admissions)
                         case Cancel():
@@ -159,6 +165,8 @@ class Store:
                 await admissions.send(cancel)
         finally:
             del self._requests[request.id]
+            if not request.admitted:
+                self._pins.take(request.id)
             self._admission.leave(request)
 
     async def _admit(self, request: Request, admissions: Outbox[ToEngine]) -> None:
@@ -230,9 +238,11 @@ class Store:
             async for message in offers:
                 match message:
                     case Snapshot():  # at most as many as the pool has slots
-                        self._snapshots.append(message)
+                        self._jobs.append(message)
                     case Held():
                         self._admission.end(message)
+                        if (pinned := self._pins.take(message.request_id)) is not None:
+                            self._jobs.append(pinned)
                     case _:
                         assert_never(message)
                 self._change()
@@ -245,22 +255,31 @@ class Store:
 
     async def _spill_all(self) -> None:
         try:
-            while self._snapshots or not self._offers_ended:
-                if not self._snapshots:
+            while self._jobs or not self._offers_ended:
+                if not self._jobs:
                     await self._changed.wait()
                     continue
                 self._spilling = True
                 try:
-                    await self._spiller.accept(self._snapshots.popleft())
+                    await self._do(self._jobs.popleft())
                 finally:
                     self._spilling = False
                     self._change()
         finally:
             self._spiller.finish()
 
+    async def _do(self, job: Snapshot | Submit) -> None:
+        match job:
+            case Snapshot():
+                await self._spiller.accept(job)
+            case Submit():
+                await self._pins.pin(job)
+            case _:
+                assert_never(job)
+
     def _is_spilling(self) -> bool:
         waiting = self._offers.statistics().waiting if self._offers is not None else 0
-        return self._spilling or bool(self._snapshots or waiting)
+        return self._spilling or bool(self._jobs or waiting)
 
 
 def _shelves(parts: StoreParts, root: SpillRoot) -> Shelves:

@@ -58,6 +58,8 @@ class StoreStatistics:
     problem                       why nothing is spilled now; empty if all is well
     root                          figures of the root, None if there is none
     memory                        of the live caches
+    pins, pins_refused            prompts that were pinned, or not though they should be
+    pin_problem                   why the last one was not; empty if it was
     """
 
     restoring: int
@@ -73,3 +75,6 @@ class StoreStatistics:
     problem: str
     root: RootStatistics | None
     memory: MemoryStatistics
+    pins: int = 0
+    pins_refused: int = 0
+    pin_problem: str = ""

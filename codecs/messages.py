@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from millpond.codecs.choices import Count, Positive, SamplingParams, TokenId, TokenLogprob
+from millpond.codecs.choices import Count, PinSeconds, Positive, SamplingParams, TokenId, TokenLogprob
 
 Priority = Annotated[int, msgspec.Meta(ge=-100, le=100)]
 Hash32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -38,6 +38,7 @@ class Submit(Descriptor, frozen=True, tag="submit"):
     no_store    neither read from nor written to the spill root, nor shared with other requests
     priority    the higher ones go first; who was passed over often enough goes before them
     twin_of     another choice of the request of that number, submitted before: the same prompt
+    pin_s       seconds for which its blocks stay on the disk, from its end on; 0: no longer
     """
 
     request_id: Count
@@ -48,6 +49,7 @@ class Submit(Descriptor, frozen=True, tag="submit"):
     no_store: bool = False
     priority: Priority = 0
     twin_of: Count | None = None
+    pin_s: PinSeconds | None = None
 
 
 class Cancel(Descriptor, frozen=True, tag="cancel"):

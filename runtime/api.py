@@ -51,12 +51,14 @@ class SpillReport(msgspec.Struct, frozen=True, kw_only=True):
     blocks, bytes  files published and their whole sizes
     refused        blocks that were offered and not kept, or not offered for want of room
     problem        why nothing is spilled; empty while spilling works
+    pin_problem    why the last prompt that asked for it was not pinned; empty if it was
     """
 
     blocks: int = 0
     bytes: int = 0
     refused: int = 0
     problem: str = ""
+    pin_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +99,15 @@ class RequestOptions(TypedDict, total=False):
     no_store    neither read nor write the spill root, nor share rows with other requests
     priority    -100 to 100, 0 by default; the higher goes first, none waits for ever
     deadline_s  seconds from the call on in which it must end, else DeadlineExceeded
+    pin         seconds for which no block of the prompt is evicted, from the request's end on; 0
+                ends that.  ``spill_report`` says if it was refused
     """
 
     salt: str
     no_store: bool
     priority: int
     deadline_s: float | None
+    pin: float | None
 
 
 class Runtime:
@@ -237,6 +242,7 @@ class Runtime:
             bytes=figures.spilled_bytes,
             refused=figures.refused + self._built.engine.statistics().refused,
             problem=self._built.shared.spill_problem or figures.problem,
+            pin_problem=figures.pin_problem,
         )
 
     def health(self) -> Health:

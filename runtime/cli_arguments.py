@@ -143,6 +143,13 @@ def _add_generate(commands: Commands[_Parser]) -> None:
     add_sampling(parser)
     add_spilling(parser)
     add_numerics(parser)
+    parser.set_defaults(pin=None)
+    parser.add_argument(
+        "--pin",
+        type=_real,
+        metavar="SECONDS",
+        help="evict no block of this prompt for so long; 0 ends that",
+    )
     parser.add_argument("--backend", choices=("asyncio", "trio"), help="default asyncio")
 
 
@@ -240,6 +247,7 @@ def _add_tokenize(commands: Commands[_Parser]) -> None:
 _CACHE_COMMANDS = {
     "ls": "list what a spill root holds",
     "verify": "read every block and set aside what is not whole",
+    "unpin": "let prompts be evicted again that were pinned for a time",
     "gc": "evict down to a budget and sweep what dead writers left",
     "clear": "remove every byte of a spill root",
     "export": "write a prefix to one file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from argparse import Namespace
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -39,14 +40,16 @@ def cache_report(root: Path) -> dict[str, Any]:
     read.
     """
     from millpond.runtime.kv.disk import PosixDisk
+    from millpond.runtime.kv.pinned import pinned_tips
     from millpond.runtime.kv.scan import RootScan, scan_root
 
-    found, set_aside = RootScan(), []
+    found, set_aside, pinned = RootScan(), [], []
     try:
         if root.exists() and os.listdir(root):
             disk = PosixDisk(root)
             try:
                 found, set_aside = scan_root(disk), _set_aside(disk)
+                pinned = pinned_tips(disk)
             finally:
                 disk.close()
     except OSError as error:
@@ -56,6 +59,11 @@ def cache_report(root: Path) -> dict[str, Any]:
         "blocks": len(found.blocks),
         "bytes": sum(block.bytes for block in found.blocks),
         "namespaces": _namespaces(found.blocks),
+        "pinned": [
+            {"folder": tip.folder, "tip": tip.chain_hash, "until": _utc(tip.until)}
+            for tip in pinned
+            if tip.until > time.time()
+        ],
         "quarantine": set_aside,
         "unreadable": [{"path": path, "problem": str(error)} for path, error in found.bad],
         "temporary_bytes": sum(size for _, _, size in found.temporaries),
@@ -77,10 +85,14 @@ def _namespaces(blocks: Iterable[FoundBlock]) -> list[dict[str, Any]]:
         size, last = sum(block.bytes for block in held), max(block.mtime_ns for block in held)
         space["blocks"] += len(held)
         space["bytes"] += size
-        used = datetime.fromtimestamp(last // 10**9, UTC).isoformat()
+        used = _utc(last // 10**9)
         space["used"] = max(space["used"], used)
         space["groups"].append({"group": group, "blocks": len(held), "bytes": size})
     return list(spaces.values())
+
+
+def _utc(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _set_aside(disk: Disk) -> list[dict[str, Any]]:
@@ -125,6 +137,8 @@ def cache_lines(report: dict[str, Any]) -> list[str]:
         for group in space["groups"]:
             size = bytes_text(group["bytes"])
             lines.append(f"  {group['group']:<32}{group['blocks']:>9,} blocks{size:>12}")
+    for tip in report["pinned"]:
+        lines.append(f"pinned until {tip['until']}  {tip['tip']}  {tip['folder']}")
     for entry in report["quarantine"]:
         why = f"{entry['reason']}: {entry['detail']}" if entry["reason"] else "no reason noted"
         lines.append(f"quarantine  {entry['file']}  {why}")

@@ -1,4 +1,4 @@
-"""``millpond cache`` ``verify``, ``gc``, ``clear``, ``export`` and ``import``."""
+"""``millpond cache`` ``verify``, ``unpin``, ``gc``, ``clear``, ``export`` and ``import``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def add_arguments(name: str, parser: Any) -> None:
         parser.add_argument(
             "--namespace", metavar="HEX", default=None, help="only these blocks, as ls shows them"
         )
+    if name == "unpin":
+        parser.add_argument(
+            "tip", nargs="?", metavar="HASH", help="last block of one, as ls shows it; else all"
+        )
+        parser.set_defaults(tip="")
     if name == "export":
         parser.add_argument("tip", metavar="HASH", help="last block of the prefix, as ls shows it")
     if name in ("export", "import"):
@@ -46,6 +51,7 @@ def run(options: Namespace, terminal: Terminal) -> int:
     root = config.checked().resolved_spill_root()
     commands: dict[str, Callable[[Namespace, Path, Terminal], dict[str, Any]]] = {
         "verify": _verify,
+        "unpin": _unpin,
         "gc": _gc,
         "clear": _clear,
         "export": _export,
@@ -72,6 +78,18 @@ def _verify(options: Namespace, path: Path, terminal: Terminal) -> dict[str, Any
             root.close()
     bad = [{"path": name, "reason": why, "detail": detail} for name, why, detail in report.bad]
     return {"root": str(path), "blocks": report.blocks, "bytes": report.bytes, "bad": bad}
+
+
+def _unpin(options: Namespace, path: Path, terminal: Terminal) -> dict[str, Any]:
+    from millpond.runtime.kv.catalog import open_for_care
+    from millpond.runtime.kv.pinned import unpin
+
+    root = open_for_care(path)
+    try:
+        with terminal.waiting(f"unpinning in {path}"):
+            return {"root": str(path), "unpinned": unpin(root, options.tip)}
+    finally:
+        root.close()
 
 
 def _gc(options: Namespace, path: Path, terminal: Terminal) -> dict[str, Any]:

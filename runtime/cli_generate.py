@@ -32,12 +32,14 @@ class Job:
 
     prompt   text, or token ids taken verbatim
     as_json  print one object at the end instead of the text as it comes
+    pin      seconds for which the prompt's blocks stay, None: as it is
     """
 
     config: RuntimeConfig
     prompt: str | list[int]
     sampling: SamplingParams
     as_json: bool
+    pin: float | None
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ def run(options: Namespace, terminal: Terminal, opener: Opener | None = None) ->
         sampling=sampling_params(options),
         prompt=read_prompt(options),
         as_json=options.json,
+        pin=options.pin,
     )
     outcome = Outcome()
     work = partial(_generate, job, terminal, opener or _opener(), outcome)
@@ -79,7 +82,7 @@ async def _generate(job: Job, terminal: Terminal, opener: Opener, outcome: Outco
         shown.enter_context(terminal.waiting(f"loading {job.config.model}"))
         async with opener(job.config) as runtime:
             _say_problem(runtime, terminal)
-            async with runtime.stream(job.prompt, job.sampling) as tokens:
+            async with runtime.stream(job.prompt, job.sampling, pin=job.pin) as tokens:
                 async for token in tokens:
                     shown.close()  # the line on stderr makes room for the text
                     if not job.as_json and token.text:
@@ -89,6 +92,7 @@ async def _generate(job: Job, terminal: Terminal, opener: Opener, outcome: Outco
                 await _write(terminal, "\n")
             await runtime.drain()
             _say_problem(runtime, terminal)
+            _say_pin(runtime, terminal)
             outcome.report = generate_report(done, runtime)
 
 
@@ -101,6 +105,12 @@ def _say_problem(runtime: Runtime, terminal: Terminal) -> None:
     problem = runtime.spill_report().problem
     if problem:
         terminal.say(f"millpond: spilling is off: {problem}")
+
+
+def _say_pin(runtime: Runtime, terminal: Terminal) -> None:
+    problem = runtime.spill_report().pin_problem
+    if problem:
+        terminal.say(f"millpond: the prompt is not pinned: {problem}")
 
 
 def generate_report(done: Completion, runtime: Runtime) -> dict[str, Any]:

@@ -55,14 +55,14 @@ class Ask:
     """What a model is asked: a prompt, how to go on, and how its cache may be used.
 
     n                     answers, over rows that are computed once
-    priority, deadline_s  as ``RequestOptions`` has them
+    pin, priority, deadline_s  as ``RequestOptions`` has them
     """
 
     prompt: str | Sequence[int]
     sampling: SamplingParams
     salt: str = ""
     no_store: bool = False
-    pin: bool = False
+    pin: float | None = None
     n: int = 1
     priority: int = 0
     deadline_s: float | None = None
@@ -164,8 +164,8 @@ class RuntimeModel:
         options: Any = {"salt": ask.salt, "no_store": ask.no_store, "priority": ask.priority}
         if ask.deadline_s is not None:
             options["deadline_s"] = ask.deadline_s
-        if ask.pin and self.can_pin:
-            options["pin"] = True
+        if ask.pin is not None and self.can_pin:
+            options["pin"] = ask.pin
         return self._runtime.stream_choices(ask.prompt, ask.n, ask.sampling, **options)
 
     async def encode_chat(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from millpond.actors.http.problems import ApiError, unsupported
+from millpond.codecs.choices import PinSeconds
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -37,8 +38,8 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
     """What every form of a request for text may say; names and meaning as in OpenAI's API.
 
     ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``cache_salt`` (keeps a tenant's
-    cache apart), ``no_store`` (neither read nor write the spill root), ``pin``, ``priority`` and
-    ``deadline_s`` are extensions.
+    cache apart), ``no_store`` (neither read nor write the spill root), ``pin`` (seconds for which
+    the blocks of the prompt stay; true: an hour), ``priority`` and ``deadline_s`` are extensions.
     """
 
     model: Name | None = None
@@ -59,7 +60,7 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=4096)] = {}
     cache_salt: Salt = ""
     no_store: bool = False
-    pin: bool = False
+    pin: bool | PinSeconds = False
     priority: Priority = 0
     deadline_s: Deadline | None = None
 
@@ -102,7 +103,7 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     output_config: dict[str, Any] | None = None
     cache_salt: Salt = ""
     no_store: bool = False
-    pin: bool = False
+    pin: bool | PinSeconds = False
     priority: Priority = 0
     deadline_s: Deadline | None = None
 

@@ -15,7 +15,7 @@ from millpond.actors.http.generation import Choice
 from millpond.actors.http.logprobs import Logprobs
 from millpond.actors.http.problems import invalid, unsupported
 from millpond.actors.http.record import RequestRecord
-from millpond.actors.http.sampling import ask_of, sampling_of
+from millpond.actors.http.sampling import ask_of, pin_of, sampling_of
 from millpond.actors.http.turns import Segment, TurnReader, knows_tools, regions_of
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.results import Completion, StreamedToken
@@ -55,7 +55,9 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         turns = [Turn(turn_reader(model, bool(tools)), Logprobs(model)) for _ in choices]
         return choices, ChatAnswer(head, with_usage, turns)
 
-    await answer(exchange, services, Job(body.model, body.stream, body.pin, prepare))
+    await answer(
+        exchange, services, Job(body.model, body.stream, pin_of(body) is not None, prepare)
+    )
 
 
 def turn_reader(model: ServedModel, with_tools: bool) -> TurnReader:

@@ -13,7 +13,7 @@ from millpond.actors.http.generation import Choice
 from millpond.actors.http.logprobs import Logprobs
 from millpond.actors.http.problems import invalid
 from millpond.actors.http.record import RequestRecord
-from millpond.actors.http.sampling import ask_of, sampling_of
+from millpond.actors.http.sampling import ask_of, pin_of, sampling_of
 from millpond.runtime.results import Completion, StreamedToken
 from millpond.runtime.served import ServedModel
 
@@ -43,7 +43,9 @@ async def completions(exchange: Exchange, services: Services) -> None:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         return choices, CompletionAnswer(head, with_usage, [Logprobs(model) for _ in choices])
 
-    await answer(exchange, services, Job(body.model, body.stream, body.pin, prepare))
+    await answer(
+        exchange, services, Job(body.model, body.stream, pin_of(body) is not None, prepare)
+    )
 
 
 def prompts_of(found: str | list[str | int | list[int]]) -> list[str | list[int]]:

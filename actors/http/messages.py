@@ -17,7 +17,7 @@ from millpond.actors.http.generation import Choice
 from millpond.actors.http.messages_input import openai_messages, openai_tools
 from millpond.actors.http.problems import unsupported
 from millpond.actors.http.record import RequestRecord
-from millpond.actors.http.sampling import ask_of, checked_sampling
+from millpond.actors.http.sampling import ask_of, checked_sampling, pin_of
 from millpond.actors.http.turns import Segment, TurnReader, knows_tools
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.results import Completion, StreamedToken
@@ -51,7 +51,9 @@ async def messages(exchange: Exchange, services: Services) -> None:
         )
         return [Choice(0, ask)], form
 
-    await answer(exchange, services, Job(body.model, body.stream, body.pin, prepare))
+    await answer(
+        exchange, services, Job(body.model, body.stream, pin_of(body) is not None, prepare)
+    )
 
 
 async def count_tokens(exchange: Exchange, services: Services) -> None:

@@ -14,6 +14,7 @@ from millpond.actors.http.problems import invalid, unsupported
 from millpond.codecs.choices import SamplingParams
 from millpond.runtime.served import Ask
 
+PIN_S = 3600.0  # of a pin that names no time
 KNOWN = frozenset(SamplingParams.__struct_fields__)
 _NEUTRAL = {
     "presence_penalty": 0.0,
@@ -62,10 +63,17 @@ def ask_of(body: TextBody | MessagesBody, prompt: str | list[int], sampling: Sam
         n=body.n if isinstance(body, TextBody) else 1,
         salt=body.cache_salt,
         no_store=body.no_store,
-        pin=body.pin,
+        pin=pin_of(body),
         priority=body.priority,
         deadline_s=body.deadline_s,
     )
+
+
+def pin_of(body: TextBody | MessagesBody) -> float | None:
+    """Return for how many seconds the prompt is to be pinned; 0: no longer, None: as it is."""
+    if isinstance(body.pin, bool):
+        return PIN_S if body.pin else None
+    return body.pin
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:

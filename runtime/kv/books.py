@@ -18,7 +18,7 @@ import contextlib
 import errno
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from millpond.runtime.errors import SpillFailed, SpillFull
@@ -27,10 +27,12 @@ from millpond.runtime.kv.files import TEMP_SUFFIX, discard, quarantine
 from millpond.runtime.kv.header import block_path
 from millpond.runtime.kv.index import Block
 from millpond.runtime.kv.journal import Journal, Kind, Record
-from millpond.runtime.kv.ledger import Ledger, gone_record
+from millpond.runtime.kv.ledger import Ledger, gone_record, hold_record
 from millpond.runtime.kv.root_options import RootOptions
 
 QUARANTINE_SHARE = 8  # at most this part of the budget lies in quarantine
+HELD_SHARE = 2  # at most this part of the budget is pinned for a time
+HOLD_BYTES = 64  # of the record
 FLOOR_SHARE = 20  # the floor of free space is at most this part of a small file system
 JOURNAL_SHARE = 64  # a journal may hold this part of the budget in outdated records
 JOURNAL_SLACK_MIN, JOURNAL_SLACK_MAX = 2**12, 2**20
@@ -92,15 +94,58 @@ class Books:
         """
         size += RECORDS_BYTES + USE_BYTES * len(self.uses)
         self.remove_doomed()
+        with self.guard:
+            self.ledger.index.release_expired(self.options.now())
         if max(self._over(size), self._short(size)) > 0:
             self._settle_intents(records)
         while (lack := max(over := self._over(size), short := self._short(size))) > 0:
-            if lack <= self.ledger.index.total_bytes and self.evict(lack, records):
+            if lack <= self.ledger.index.loose_bytes and self.evict(lack, records):
                 continue
             if short > 0:
                 words = f"{short} bytes too few are free on the file system"
                 raise SpillFailed("write", "a block", OSError(errno.ENOSPC, words))
             raise SpillFull(f"{over} bytes more than the budget")
+
+    def hold(self, tips: Collection[Block], until: int, records: list[Record]) -> bool:
+        """Hold blocks until a time, with everything above them; False if that were too much.
+
+        Raises as ``make_room`` does, for the room that the journal takes.
+        """
+        index = self.ledger.index
+        with self.guard:
+            index.release_expired(self.options.now())
+            tips = [block for block in tips if block.ring is not None]
+            if index.held.bytes + index.hold_bytes(tips) > self._held_bytes_max:
+                return False
+            index.pin(tips)
+        try:
+            self.make_room(HOLD_BYTES * len(tips), records)
+        finally:
+            with self.guard:
+                index.unpin(tips)
+        for block in tips:
+            self.apply(hold_record(block, until), records)
+        return True
+
+    def release(self, tips: Collection[Block], records: list[Record]) -> None:
+        """Let go of blocks, and of those above them that were held for them only."""
+        for block in tips:
+            if block.ring is not None and self.ledger.index.held_until(block):
+                self.apply(hold_record(block, 0), records)
+
+    def limit_held(self) -> bool:
+        """Let go of the holds that end first while all of them are too much; True iff any did."""
+        index, is_over = self.ledger.index, False
+        with self.guard:
+            index.release_expired(self.options.now())
+            while index.held.bytes > self._held_bytes_max:
+                index.release(index.held_tips()[0][0])
+                is_over = True
+        return is_over
+
+    @property
+    def _held_bytes_max(self) -> int:
+        return self.options.bytes_max // HELD_SHARE
 
     def evict(self, size: int, records: list[Record]) -> int:
         """Remove blocks of ``size`` bytes or more, as far as there are any; return their count."""

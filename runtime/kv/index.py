@@ -6,11 +6,14 @@ of a sliding group stand alone.
 Invariants
 
 (I1) No block of a full group is here without its parent.
-(I2) Blocks lie in two rings, each ordered by last use.  Every use of a block counts as a later use
-     of its parent, and a block in ``kept`` has its parent there too: so in each ring a block is
-     nearer to the old end than its parent, and the oldest block of ``fresh`` has no children.
+(I2) Other blocks lie in two rings, each ordered by last use.  Every use of a block counts as a
+     later use of its parent, and a block in ``kept`` has its parent there too, or in ``held``: so
+     in each ring a block is nearer to the old end than its parent, and the oldest block of
+     ``fresh`` has no children.
 (I3) A pinned block, whose file is being read, is no victim; nor is any block above it.
 (I4) ``total_bytes`` is the sum over the blocks here.
+(I5) Blocks that a caller pinned for a time lie in a third ring, ``held``, with everything above
+     them, which is held as long at least; no victim comes from there.
 
 Policy: 2Q (Johnson & Shasha, VLDB 1994) on trees.  A block enters ``fresh``; once a request reads
 it, or it is written again soon after it went, it moves to ``kept``.  Victims come from ``fresh``
@@ -22,6 +25,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+from millpond.runtime.kv.rings import Block, Ring, Shelf, adopt, disown
+
+__all__ = ["Block", "FoundBlock", "PrefixIndex", "Ring", "Shelf"]
 
 FRESH_SHARE = 0.25
 GHOSTS_MIN = 1024  # names of evicted blocks remembered at least
@@ -44,116 +51,15 @@ class FoundBlock(NamedTuple):
     mtime_ns: int
 
 
-class Block:
-    """One block file.
-
-    parent    the block before, None for the first of a prompt and in sliding groups
-    children  None, the only child, or several in order of arrival
-    pins      reads in progress
-    """
-
-    __slots__ = (
-        "bytes",
-        "chain_hash",
-        "children",
-        "newer",
-        "older",
-        "parent",
-        "pins",
-        "ring",
-        "shelf",
-    )
-
-    def __init__(self, shelf: Shelf, chain_hash: bytes, size: int, parent: Block | None) -> None:
-        self.shelf, self.chain_hash, self.bytes, self.parent = shelf, chain_hash, size, parent
-        self.children: Block | dict[Block, None] | None = None
-        self.pins = 0
-        self.ring: Ring | None = None
-        self.older: Block = self
-        self.newer: Block = self
-
-    def each_child(self) -> Iterator[Block]:
-        """Iterate over the blocks that follow this one."""
-        if isinstance(self.children, Block):
-            yield self.children
-        elif self.children is not None:
-            yield from self.children
-
-
-class Ring:
-    """A list by last use; the sentinel's ``newer`` is the oldest block."""
-
-    def __init__(self) -> None:
-        self._end = Block.__new__(Block)
-        self._end.older = self._end.newer = self._end
-        # mutable state, changed only in insert_above and take
-        self.bytes = 0
-
-    def __iter__(self) -> Iterator[Block]:
-        """Iterate from the oldest to the newest."""
-        block = self._end.newer
-        while block is not self._end:
-            following = block.newer
-            yield block
-            block = following
-
-    def append(self, block: Block) -> None:
-        """Make a block the newest."""
-        self._link(block, self._end.older)
-
-    def prepend(self, block: Block) -> None:
-        """Make a block the oldest."""
-        self._link(block, self._end)
-
-    def newest_first(self) -> Iterator[Block]:
-        """Iterate from the newest to the oldest."""
-        block = self._end.older
-        while block is not self._end:
-            yield block
-            block = block.older
-
-    def insert_below(self, block: Block, above: Block) -> None:
-        """Make a block the one used just before ``above``, which is in this ring."""
-        self._link(block, above.older)
-
-    def take(self, block: Block) -> None:
-        """Take a block out."""
-        block.older.newer, block.newer.older = block.newer, block.older
-        block.ring = None
-        self.bytes -= block.bytes
-
-    def _link(self, block: Block, older: Block) -> None:
-        block.older, block.newer = older, older.newer
-        older.newer.older = block
-        older.newer = block
-        block.ring = self
-        self.bytes += block.bytes
-
-
-class Shelf:
-    """The blocks of one group of one model.
-
-    folder   path under the root
-    is_full  blocks need their parents
-    """
-
-    __slots__ = ("blocks", "folder", "is_full")
-
-    def __init__(self, folder: str, is_full: bool) -> None:
-        self.folder, self.is_full = folder, is_full
-        self.blocks: dict[bytes, Block] = {}
-
-    def __repr__(self) -> str:
-        return f"<Shelf {self.folder}, {len(self.blocks)} blocks>"
-
-
 class PrefixIndex:
     """Every block under one root."""
 
     def __init__(self) -> None:
         # mutable state, changed only in the methods below
         self.shelves: dict[str, Shelf] = {}
-        self.fresh, self.kept = Ring(), Ring()
+        self.fresh, self.kept, self.held = Ring(), Ring(), Ring()
+        self._until: dict[Block, int] = {}  # of held blocks
+        self._soonest = 0  # no hold is over before
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._sizes: dict[int, int] = {}  # one int object for each size: blocks are many
         self.count = 0
@@ -164,6 +70,11 @@ class PrefixIndex:
     @property
     def total_bytes(self) -> int:
         """Bytes of all blocks here (I4)."""
+        return self.fresh.bytes + self.kept.bytes + self.held.bytes
+
+    @property
+    def loose_bytes(self) -> int:
+        """Bytes of the blocks that no pin for a time holds."""
         return self.fresh.bytes + self.kept.bytes
 
     def shelf(self, folder: str) -> Shelf:
@@ -204,16 +115,19 @@ class PrefixIndex:
         if chain_hash in shelf.blocks or (parent is not None and above is None):
             return shelf.blocks.get(chain_hash)
         block = self._link(shelf, chain_hash, size, above)
-        if above is not None and above.ring is not self.kept:
+        if above is not None and above.ring is self.fresh:
             ring = self.fresh
         ring.prepend(block)
         return block
 
     def snapshot(self) -> Iterator[tuple[Block, bool]]:
-        """Iterate over every block, parents first, newest first in each ring, and if it is kept."""
-        for ring in (self.kept, self.fresh):
+        """Iterate over every block, parents first, newest first in each ring, and if it is kept.
+
+        Held ones count as kept; ``held_tips`` tells which they are.
+        """
+        for ring in (self.held, self.kept, self.fresh):
             for block in ring.newest_first():
-                yield block, ring is self.kept
+                yield block, ring is not self.fresh
 
     def load(self, found: Sequence[FoundBlock]) -> list[FoundBlock]:
         """Add the blocks of a scan to an empty index, by age; return those without a parent (I1).
@@ -242,7 +156,8 @@ class PrefixIndex:
             for block in shelf.blocks.values():
                 block.ring = block.children = None
             shelf.blocks.clear()
-        self.fresh, self.kept, self.count = Ring(), Ring(), 0
+        self.fresh, self.kept, self.held, self.count = Ring(), Ring(), Ring(), 0
+        self._until.clear()
 
     def use(self, tips: Iterable[Block]) -> None:
         """A request uses these blocks and everything above them: they are kept (I2).
@@ -263,6 +178,63 @@ class PrefixIndex:
         for block in tips:
             assert block.pins > 0, "a pin is taken back once"
             block.pins -= 1
+
+    def hold(self, block: Block, until: int) -> None:
+        """Keep a block and everything above it until a time at least (I5)."""
+        chain: list[Block] = []
+        one: Block | None = block
+        while one is not None and self._until.get(one, 0) < until:
+            chain.append(one)
+            one = one.parent
+        for one in reversed(chain):
+            if one.ring is not None and one.ring is not self.held:
+                one.ring.take(one)
+                if one.parent is not None:
+                    self.held.insert_below(one, one.parent)
+                else:
+                    self.held.append(one)
+            self._until[one] = until
+        self._soonest = min(self._soonest, until)
+
+    def hold_bytes(self, tips: Iterable[Block]) -> int:
+        """Return how many more bytes would be held if these were."""
+        fresh: dict[Block, None] = {}
+        for block in tips:
+            one: Block | None = block
+            while one is not None and one not in self._until and one not in fresh:
+                fresh[one] = None
+                one = one.parent
+        return sum(block.bytes for block in fresh)
+
+    def release(self, block: Block) -> None:
+        """End a hold, of those above too that were held for this one: as long, and for no other."""
+        until = self._until.get(block, 0)
+        one: Block | None = block
+        while one is not None and self._until.get(one) == until and not self._holds_below(one):
+            self._release(one)
+            one = one.parent
+
+    def release_expired(self, now: float) -> None:
+        """End every hold whose time is over."""
+        if now < self._soonest:
+            return
+        for block in self.held:  # children come before their parents
+            if self._until[block] <= now:
+                self._release(block)
+        self._soonest = min(self._until.values(), default=2**63)
+
+    def held_tips(self) -> list[tuple[Block, int]]:
+        """Return the holds that imply all others, and until when; soonest over first."""
+        tips = [
+            (block, until)
+            for block, until in self._until.items()
+            if all(self._until.get(child, 0) < until for child in block.each_child())
+        ]
+        return sorted(tips, key=lambda tip: (tip[1], tip[0].chain_hash))
+
+    def held_until(self, block: Block) -> int:
+        """Return until when a block is held, 0 if it is not."""
+        return self._until.get(block, 0)
 
     def victims(self, size: int) -> list[Block]:
         """Take out blocks of ``size`` bytes or more, children first; fewer if no more can go.
@@ -298,7 +270,7 @@ class PrefixIndex:
 
     def _victim(self) -> Block | None:
         rings = (self.fresh, self.kept)
-        if self.fresh.bytes < FRESH_SHARE * self.total_bytes:
+        if self.fresh.bytes < FRESH_SHARE * (self.fresh.bytes + self.kept.bytes):
             rings = (self.kept, self.fresh)
         for ring in rings:
             for seen, block in enumerate(ring):
@@ -307,6 +279,14 @@ class PrefixIndex:
                 if seen >= LOOK_AHEAD and ring is rings[0]:
                     break
         return None
+
+    def _holds_below(self, block: Block) -> bool:
+        return any(child in self._until for child in block.each_child())
+
+    def _release(self, block: Block) -> None:
+        del self._until[block]
+        self.held.take(block)
+        self.kept.append(block)
 
     def _shelve(self, one: FoundBlock) -> bool:
         shelf = self.shelf(one.folder)
@@ -324,13 +304,13 @@ class PrefixIndex:
         shelf.blocks[chain_hash] = block
         self.count += 1
         if above is not None:
-            _adopt(above, block)
+            adopt(above, block)
         return block
 
     def _keep(self, block: Block) -> None:
         """Make a block and everything above it the latest, the highest last (I2)."""
         one: Block | None = block
-        while one is not None:
+        while one is not None and one.ring is not self.held:
             assert one.ring is not None, "the block is in the index"
             one.ring.take(one)
             self.kept.append(one)
@@ -350,30 +330,13 @@ class PrefixIndex:
         assert block.children is None, "children go before their parents"
         assert block.ring is not None, "a block is taken out once"
         block.ring.take(block)
+        self._until.pop(block, None)
         del block.shelf.blocks[block.chain_hash]
         self.count -= 1
         if block.parent is not None:
-            _disown(block.parent, block)
+            disown(block.parent, block)
 
     def _remember(self, chain_hash: bytes) -> None:
         self._ghosts[chain_hash] = None
         while len(self._ghosts) > max(GHOSTS_MIN, self.count):
             self._ghosts.popitem(last=False)
-
-
-def _adopt(parent: Block, child: Block) -> None:
-    if parent.children is None:
-        parent.children = child
-    elif isinstance(parent.children, Block):
-        parent.children = {parent.children: None, child: None}
-    else:
-        parent.children[child] = None
-
-
-def _disown(parent: Block, child: Block) -> None:
-    if parent.children is child:
-        parent.children = None
-    elif isinstance(parent.children, dict):
-        del parent.children[child]
-        if len(parent.children) == 1:
-            parent.children = next(iter(parent.children))

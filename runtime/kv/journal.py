@@ -11,6 +11,8 @@
     GONE      u16 folder · 32 hash       a file was removed
     USED      u16 folder · 32 hash       a request used this block and all above it
     ASIDE     u64 bytes                  what the quarantine holds now
+    HOLD      u16 folder · 32 hash · u64 seconds   this block and all above it are held until then,
+                                         since 1970; 0: no longer
 
     block     u16 folder · 32 hash · 32 parent · u64 first token · u64 bytes
 
@@ -48,6 +50,7 @@ _FRAME = struct.Struct("<IBBH")
 _BLOCK = struct.Struct("<H32s32sQQ")
 _NAME = struct.Struct("<H32s")
 _COUNT = struct.Struct("<Q")
+_HOLD = struct.Struct("<H32sQ")
 _FOLDER = struct.Struct("<H")
 FOLDERS_MAX = 2**16 - 1
 
@@ -62,6 +65,7 @@ class Kind(IntEnum):
     GONE = 5
     USED = 6
     ASIDE = 7
+    HOLD = 8
 
 
 class Record(NamedTuple):
@@ -75,6 +79,7 @@ class Record(NamedTuple):
     bytes: int = 0
     token: str = ""
     flags: int = 0
+    until: int = 0
 
 
 class JournalCodec:
@@ -123,6 +128,9 @@ class JournalCodec:
                 return record.token.encode()
             case Kind.ASIDE:
                 return _COUNT.pack(record.bytes)
+            case Kind.HOLD:
+                number = self._numbers[record.folder]
+                return _HOLD.pack(number, record.chain_hash, record.until)
             case _:
                 return _NAME.pack(self._numbers[record.folder], record.chain_hash)
 
@@ -156,6 +164,9 @@ class JournalCodec:
                 return Record(Kind.RELEASE, token=body.decode())
             case Kind.ASIDE:
                 return Record(Kind.ASIDE, bytes=_COUNT.unpack(body)[0])
+            case Kind.HOLD:
+                folder, chain_hash, until = _HOLD.unpack(body)
+                return Record(Kind.HOLD, self._names[folder], chain_hash, until=until)
             case known:
                 folder, chain_hash = _NAME.unpack(body)
                 return Record(known, self._names[folder], chain_hash)

@@ -18,6 +18,7 @@ from millpond.runtime.kv.index import Block, PrefixIndex
 from millpond.runtime.kv.journal import KEPT, OLDER, Kind, Record
 
 NO_PARENT = bytes(32)
+FAR = 2.0**64  # later than any hold ends, in seconds
 
 
 @dataclass(slots=True)
@@ -74,6 +75,12 @@ class Ledger:
                 block = self.find(record)
                 if block is not None:
                     self.index.use((block,))
+            case Kind.HOLD:
+                block = self.find(record)
+                if block is not None and record.until:
+                    self.index.hold(block, record.until)
+                elif block is not None:
+                    self.index.release(block)
             case Kind.ASIDE:
                 self.aside_bytes = record.bytes
             case Kind.FOLDER:
@@ -103,6 +110,7 @@ class Ledger:
             yield block_record(block, flags)
         for intent in self._intents.values():
             yield intent.record
+        yield from self._holds()
         yield Record(Kind.ASIDE, bytes=self.aside_bytes)
 
     def resync(self, records: Iterable[Record]) -> list[Block]:
@@ -116,6 +124,8 @@ class Ledger:
             block_record(block, OLDER | (KEPT if is_kept else 0))
             for block, is_kept in other.index.snapshot()
         )
+        self.index.release_expired(FAR)
+        self.apply_all(other._holds())
         for token in tuple(self._intents):
             self._end_intent(token)
         for intent in other.intents().values():
@@ -145,6 +155,10 @@ class Ledger:
         self.aside_bytes, self.other_bytes = other.aside_bytes, other.other_bytes
         self.journal_bytes = other.journal_bytes
 
+    def _holds(self) -> Iterator[Record]:
+        for block, until in self.index.held_tips():
+            yield hold_record(block, until)
+
     def _begin_intent(self, record: Record) -> None:
         shelf = self.index.shelf(record.folder)
         parent = shelf.blocks.get(record.parent) if shelf.is_full else None
@@ -171,3 +185,8 @@ def block_record(block: Block, flags: int = 0) -> Record:
 def gone_record(block: Block) -> Record:
     """Return the record that takes a block out."""
     return Record(Kind.GONE, block.shelf.folder, block.chain_hash)
+
+
+def hold_record(block: Block, until: int) -> Record:
+    """Return the record that holds a block until a time, or with 0 lets go of it."""
+    return Record(Kind.HOLD, block.shelf.folder, block.chain_hash, until=until)

@@ -69,6 +69,15 @@ class Shelves:
         groups = self._layout.full_groups
         return tuple(self.of[group.index].blocks[chain[end - 1]] for group in groups)
 
+    def tips(self, chain: Sequence[bytes]) -> tuple[Block, ...]:
+        """Return blocks that stand for all blocks of a chain that are here, boundary or not."""
+        found: list[Block] = []
+        for group in self._layout.groups:
+            blocks = self.of[group.index].blocks
+            there = [blocks[name] for name in chain if name in blocks]
+            found += there[-1:] if group.is_full else there
+        return tuple(found)
+
     def has_elsewhere(self, group: LayerGroup, chain_hash: bytes) -> bool:
         """True iff another group than this one has that block."""
         others = (shelf for index, shelf in self.of.items() if index != group.index)

@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from millpond.runtime.config import parse_bytes
-from millpond.runtime.errors import SpillFailed
-from millpond.runtime.kv.books import PROBE_BYTES, Books
+from millpond.runtime.errors import SpillFailed, SpillFull
+from millpond.runtime.kv.books import HOLD_BYTES, PROBE_BYTES, Books
 from millpond.runtime.kv.disk import Disk, PosixDisk
 from millpond.runtime.kv.files import TEMP_SUFFIX, Draft, quarantine, trim_quarantine
 from millpond.runtime.kv.index import Block, PrefixIndex, Shelf
@@ -129,6 +129,7 @@ class SpillRoot:
                 quarantined_blocks=figures.quarantined_blocks,
                 problem=self.problem,
                 namespaces=by_namespace(ledger.index.shelves.values()),
+                pinned_bytes=ledger.index.held.bytes,
             )
 
     # -- blocks
@@ -177,6 +178,28 @@ class SpillRoot:
                 gone = self.index.forget(block)
             self._books.remove(gone, records)
         return len(gone), sum(one.bytes for one in gone)
+
+    def hold(self, tips: Collection[Block], until: int, now: float) -> str:
+        """Pin blocks and all above them until a time, in whole seconds since 1970; blocks.
+
+        until  0: no longer
+
+        Returns why they are not pinned; empty if they are.
+        """
+        if self.problem:
+            return f"spilling is off: {self.problem}"
+        try:
+            with self._books.transaction() as records:
+                if not until:
+                    self._books.release(tips, records)
+                elif not self._books.hold(tips, until, records):
+                    return "more than half of the budget would be pinned"
+        except SpillFull:
+            return "there is no room for it in the journal"
+        except (SpillFailed, OSError) as error:
+            self.turn_off(_reason(error), now)
+            return f"spilling is off: {self.problem}"
+        return ""
 
     def flush(self) -> None:
         """Write down what was used; blocks."""
@@ -248,7 +271,7 @@ class SpillRoot:
             for path in found.orphans:
                 with contextlib.suppress(FileNotFoundError):
                     self.disk.remove(path)
-            is_stale = self._fit(found.is_stale)
+            is_stale = self._fit(books.limit_held() or found.is_stale)
             if is_stale:
                 books.rewrite()
         _log.info(
@@ -269,6 +292,7 @@ class SpillRoot:
             over = self.used_bytes - books.bytes_max
             if is_stale:  # a new one takes the old one's place
                 over += JOURNAL_ENTRY_BYTES * (1 + self.index.count) - books.journal.file_bytes
+                over += HOLD_BYTES * len(self.index.held_tips())
             if over <= 0:
                 return is_stale
             if not is_stale:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from millpond.runtime.kv.namespaces import NamespaceFigures
@@ -17,6 +19,7 @@ class RootOptions:
     quarantine_bytes_max  bytes that bad files may keep
     stall_s               a file operation longer than this turns spilling off; None: never
     sync                  durability ``power``
+    now                   seconds since 1970, by which pins end
     """
 
     token: str
@@ -25,6 +28,7 @@ class RootOptions:
     quarantine_bytes_max: int = 0
     stall_s: float | None = None
     sync: bool = False
+    now: Callable[[], float] = time.time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class RootStatistics:
     evicted_blocks, evicted_bytes, quarantined_blocks  by this process, ever
     problem              why nothing is spilled; empty while spilling works
     namespaces           blocks and bytes by model
+    pinned_bytes         of blocks that callers pinned for a time
     """
 
     blocks: int
@@ -54,3 +59,4 @@ class RootStatistics:
     quarantined_blocks: int
     problem: str
     namespaces: tuple[NamespaceFigures, ...] = ()
+    pinned_bytes: int = 0

@@ -214,3 +214,29 @@ async def test_an_unreadable_block_is_a_miss_and_only_eio_moves_it(tmp_path: Pat
             assert hit.admit.prefix_tokens == 16
             assert hit.admit.restored.misses == {"io_error": 1}
             assert path.exists() is left
+
+
+async def test_a_pinned_prompt_is_not_evicted_until_it_is_unpinned(tmp_path: Path) -> None:
+    async with opened(tmp_path, bytes_max=30_000) as bench:
+        await bench.run(prompt(33))
+        await bench.run(prompt(33), pin_s=3600.0)
+        for seed in range(1, 12):
+            await bench.run(prompt(33, seed))
+        assert (await bench.run(prompt(33))).admit.prefix_tokens == 32
+        figures = bench.store.statistics()
+        assert (figures.pins, figures.pins_refused) == (1, 0)
+        await bench.run(prompt(33), pin_s=0.0)
+        for seed in range(12, 40):
+            await bench.run(prompt(33, seed))
+            await bench.run(prompt(33, seed))
+        assert (await bench.run(prompt(33))).admit.prefix_tokens == 0
+
+
+async def test_a_pin_that_takes_too_much_is_refused_and_said(tmp_path: Path) -> None:
+    async with opened(tmp_path, bytes_max=16_000) as bench:
+        await bench.run(prompt(33))
+        warm = await bench.run(prompt(33), pin_s=3600.0)
+        assert warm.admit.prefix_tokens == 32
+        figures = bench.store.statistics()
+        assert (figures.pins, figures.pins_refused) == (0, 1)
+        assert "half of the budget" in figures.pin_problem

@@ -20,11 +20,11 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def generate(model: Path, root: Path, capfd: Capture) -> dict[str, Any]:
+def generate(model: Path, root: Path, capfd: Capture, *more: str) -> dict[str, Any]:
     ids = model.with_name("ids.json")
     ids.write_text(json.dumps([2, *(index % 200 + 10 for index in range(600))]))
     command = ["generate", "--model", str(model), "--token-ids-file", str(ids), "--json"]
-    command += ["--max-tokens", "2", "--spill-root", str(root)]
+    command += ["--max-tokens", "2", "--spill-root", str(root), *more]
     assert main(command) == 0
     found: dict[str, Any] = json.loads(capfd.readouterr().out)
     return found
@@ -96,3 +96,29 @@ def test_an_export_of_other_weights_is_refused_with_the_reason(
     assert (
         "the weights, the configuration or the machine's numbers differ" in capfd.readouterr().err
     )
+
+
+def test_a_pinned_prompt_is_listed_and_stays_until_it_is_unpinned(
+    model: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    root, place = tmp_path / "root", ("--spill-root", str(tmp_path / "root"))
+    generate(model, root, capfd, "--pin", "3600")
+    found = cache(capfd, "ls", *place)["pinned"]
+    blocks = {path.stem for path in root.glob("v1/*/*/*/*.safetensors")}
+    assert {one["tip"] for one in found} <= blocks and found
+    assert cache(capfd, "gc", *place, "--spill-bytes-max", "1GiB")["removed_blocks"] == 0
+    assert len(cache(capfd, "ls", *place)["pinned"]) == len(found)
+    assert main(["cache", "ls", *place]) == 0
+    assert "pinned until" in capfd.readouterr().out
+    assert cache(capfd, "unpin", *place)["unpinned"] == len(found)
+    assert cache(capfd, "ls", *place)["pinned"] == []
+    assert main(["cache", "unpin", "ab" * 32, *place]) == 1
+
+
+def test_generate_says_that_a_pin_was_refused(model: Path, tmp_path: Path, capfd: Capture) -> None:
+    ids = model.with_name("ids.json")
+    ids.write_text(json.dumps([2, *range(10, 190), *range(10, 190), *range(10, 190)]))
+    command = ["generate", "--model", str(model), "--token-ids-file", str(ids), "--no-spill"]
+    assert main([*command, "--max-tokens", "2", "--pin", "60"]) == 0
+    assert "not pinned" in capfd.readouterr().err
+    assert main([*command, "--pin", "-1"]) == 1

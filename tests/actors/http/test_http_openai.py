@@ -217,6 +217,9 @@ async def refused(running: Any, path: str, body: Any, status: int = 400) -> dict
         ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
         ({"best_of": 3}, "unsupported_parameter", "best_of"),
         ({"pin": True}, "unsupported_parameter", "pin"),
+        ({"pin": 60}, "unsupported_parameter", "pin"),
+        ({"pin": -1}, "invalid_value", "pin"),
+        ({"pin": "long"}, "invalid_type", "pin"),
         ({"response_format": {"type": "json"}}, "invalid_value", "response_format"),
         (
             {"response_format": {"type": "json_schema"}},
