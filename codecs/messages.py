@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from millpond.codecs.choices import Count, PinSeconds, Positive, SamplingParams, TokenId, TokenLogprob
+from millpond.codecs.choices import Count, Positive, SamplingParams, TokenId, TokenLogprob
 
 Priority = Annotated[int, msgspec.Meta(ge=-100, le=100)]
 Hash32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -49,7 +49,7 @@ class Submit(Descriptor, frozen=True, tag="submit"):
     no_store: bool = False
     priority: Priority = 0
     twin_of: Count | None = None
-    pin_s: PinSeconds | None = None
+    pin_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class Cancel(Descriptor, frozen=True, tag="cancel"):
