@@ -10,7 +10,6 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 # the end of the text so far is compared with each of them, at every token
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-StopText = Annotated[str, msgspec.Meta(min_length=1)]
 PIN_S_MAX = 366 * 86400.0  # of a request's pin
 PinSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=PIN_S_MAX)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]

@@ -84,7 +84,9 @@ class FakeRuntime:
             self.events.append("closed")
 
     @asynccontextmanager
-    async def stream(self, prompt: Any, sampling: Any) -> AsyncIterator[FakeStream]:
+    async def stream(
+        self, prompt: Any, sampling: Any, pin: Any = None
+    ) -> AsyncIterator[FakeStream]:
         self.prompt, self.sampling = prompt, sampling
         yield FakeStream(self)
 
