@@ -93,12 +93,11 @@ class FakeRuntime:
     async def drain(self) -> None:
         await anyio.lowlevel.checkpoint()
         self.events.append("drained")
+
+    def spill_report(self) -> Any:
         report = SimpleNamespace(blocks=2, bytes=2048, refused=1, problem=self.problem)
         report.pin_problem = ""
         return report
-
-    def spill_report(self) -> Any:
-        return SimpleNamespace(blocks=2, bytes=2048, refused=1, problem=self.problem)
 
 
 @pytest.fixture
