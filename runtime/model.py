@@ -107,8 +107,7 @@ class Model:
             self._fork(fork, failures)
         for sequence_id in step.frees:
             self._drop(sequence_id)
-        for one in step.restores:
-            self._restore(one, failures)
+        self._restore_all(step.restores, failures)
         clock.append(time.perf_counter())
         sampled: list[Sampled] = []
         for chunk in step.prefills:
@@ -183,6 +182,17 @@ class Model:
         except _DEVICE_ERRORS as error:
             self._fail(fork.target_id, error, failures)
 
+    def _restore_all(self, restores: Sequence[RestorePlanes], failures: dict[int, str]) -> None:
+        """Copy planes in; one evaluation for all of them, whose failure is theirs together."""
+        for one in restores:
+            self._restore(one, failures)
+        touched = {one.sequence_id for one in restores} & self._caches.keys()
+        try:
+            mx.eval([arrays_of(self._caches[sequence_id]) for sequence_id in touched])
+        except _DEVICE_ERRORS as error:
+            for one in restores:
+                self._fail(one.sequence_id, error, failures)
+
     def _restore(self, one: RestorePlanes, failures: dict[int, str]) -> None:
         if one.starts_over:
             self._drop(one.sequence_id)
@@ -192,7 +202,7 @@ class Model:
         try:
             if one.sequence_id not in self._caches:
                 self._caches[one.sequence_id] = live_caches(self._layout, one.context_tokens)
-            mx.eval(put_planes(self._layout, one, self._caches[one.sequence_id]))
+            put_planes(self._layout, one, self._caches[one.sequence_id])
         except _DEVICE_ERRORS as error:
             self._fail(one.sequence_id, error, failures)
 

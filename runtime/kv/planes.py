@@ -11,29 +11,26 @@ import mlx.core as mx
 import numpy as np
 import xxhash
 from millpond.runtime.host_memory import SLICE_BYTES, host_dtype, host_view, is_shared
-from millpond.runtime.kv.cache import Array, LiveCaches, RowError
+from millpond.runtime.kv.cache import LiveCaches, RowError
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
 from millpond.runtime.steps import RestorePlanes, SnapshotPlanes
 
 
-def put_planes(layout: KvLayout, one: RestorePlanes, caches: LiveCaches) -> list[Array]:
+def put_planes(layout: KvLayout, one: RestorePlanes, caches: LiveCaches) -> None:
     """Copy the payload's planes behind the rows of their layers; it may be reused on return.
 
-    Returns the arrays that changed, not evaluated.  Raises RowError; some planes may be in place
-    then.
+    Nothing is evaluated, and no array may be held until it is: a buffer that something else holds
+    is copied whole, not extended.  Raises RowError; some planes may be in place then.
     """
     group = _group(layout, one)
     dtype = group.dtype.to_mlx_dtype()
     planes = _planes(group, one, dtype)
-    changed = []
     together = max(1, SLICE_BYTES // planes[0].nbytes)  # a transfer for each plane is slower
     for start in range(0, one.planes, together):
         moved = mx.array(planes[start : start + together]).view(dtype)
         for index, rows in enumerate(moved, start):
             layer, which = _place(group, one.first_plane + index)
             caches[layer].put(which, one.first_token, rows)
-            changed += caches[layer].arrays()
-    return changed
 
 
 def take_planes(layout: KvLayout, one: SnapshotPlanes, caches: LiveCaches) -> bytes:
