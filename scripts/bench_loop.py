@@ -40,6 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def main() -> int:
     """Measure and print the line."""
     options = _options()
+    if options.switch_interval_ms is not None:
+        sys.setswitchinterval(options.switch_interval_ms / 1e3)
     if options.child:
         anyio.run(_child, options, backend=options.backend)
         return 0
@@ -164,6 +166,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1, help="of the BLAS")
+    parser.add_argument("--switch-interval-ms", type=float, help="of the interpreter; default 5")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
