@@ -100,6 +100,10 @@ def checked(prompt: Prompt, choices: int) -> tuple[SamplingParams, ...]:
         raise InvalidParameter(f"deadline_s: found {deadline_s!r}, expected more than 0 seconds")
     if pin is not None and (type(pin) not in (int, float) or not 0 <= pin <= PIN_S_MAX):
         raise InvalidParameter(f"pin: found {pin!r}, expected from 0 to {PIN_S_MAX:.0f} seconds")
+    if not isinstance(prompt.salt, str):
+        raise InvalidParameter(f"salt: found {type(prompt.salt).__name__}, expected a text")
+    if not _is_text(prompt.salt):
+        raise InvalidParameter("salt: found a lone surrogate, expected a text")
     if pin and prompt.no_store:
         raise InvalidParameter("pin: found a request that stores nothing, expected one that does")
     try:
@@ -143,6 +147,14 @@ def prepare(parts: GatewayParts, prompt: Prompt, sampling: SamplingParams) -> Su
     )
 
 
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _token_ids(parts: GatewayParts, content: str | Ordered[int]) -> Ordered[int]:
     if isinstance(content, str):
         if not content:
@@ -150,6 +162,10 @@ def _token_ids(parts: GatewayParts, content: str | Ordered[int]) -> Ordered[int]
         ids: Ordered[int] = parts.tokenizer.encode_prompt(content)
     else:
         ids = content
+    if isinstance(ids, bytes | bytearray) or not isinstance(ids, Ordered):
+        raise InvalidParameter(
+            f"prompt: found {type(ids).__name__}, expected a text or a sequence of token ids"
+        )
     if not len(ids):
         raise EmptyPrompt("prompt: found no token, expected at least one")
     size = parts.tokenizer.vocab_size

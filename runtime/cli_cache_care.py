@@ -69,7 +69,7 @@ def _verify(options: Namespace, path: Path, terminal: Terminal) -> dict[str, Any
     from millpond.runtime.kv.catalog import VerifyReport, open_for_care, verify
 
     report = VerifyReport()
-    if path.is_dir() and os.listdir(path):
+    if path.exists() and not (path.is_dir() and not os.listdir(path)):
         root = open_for_care(path)
         try:
             with _bar(terminal, "checking blocks") as step:

@@ -93,7 +93,9 @@ class ClearReport:
 def open_for_care(path: Path, bytes_max: int = UNBOUNDED) -> SpillRoot:
     """Open a root as one more process.  Raises SpillFailed if there is none."""
     if not path.is_dir():
-        raise SpillFailed("open", str(path), FileNotFoundError(2, "No such folder"))
+        found = NotADirectoryError(20, "Not a folder") if path.exists() else None
+        error = found or FileNotFoundError(2, "No such folder")
+        raise SpillFailed("open", str(path), error)
     options = RootOptions(
         token=secrets.token_hex(TOKEN_BYTES), bytes_max=bytes_max, quarantine_bytes_max=2**28
     )

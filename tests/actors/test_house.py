@@ -299,6 +299,15 @@ async def test_bad_requests_fail_alone_and_clearly() -> None:
         with pytest.raises(EmptyPrompt):
             async with built.gateway.stream(Prompt(content=[])):
                 pass
+        bad: tuple[Any, ...] = (5, None, b"x", {1})
+        for content in bad:
+            with pytest.raises(InvalidParameter, match="expected a text or a sequence"):
+                async with built.gateway.stream(Prompt(content=content)):
+                    pass
+        for salt in ("\ud800", b"x"):
+            with pytest.raises(InvalidParameter, match="salt"):
+                async with built.gateway.stream(Prompt(content="x", salt=salt)):  # type: ignore[arg-type]
+                    pass
         assert (await ask(built, "a", max_tokens=1)).text == "b"
 
 
