@@ -9,6 +9,7 @@ restore   the store's own restore of a prefix, checksums and arrows included, ag
 spill     the same for offers against writev and rename, without syncing, as the store's default
 bytes     whole files that a restore reads, against the least that the layout allows
 open      seconds with the journal and without, and bytes of memory for a block
+offer     engine's milliseconds for a block beyond the device copy; the checksum grows with it
 Figures are medians; ``spread`` is (largest - smallest) / median.
 """
 
@@ -25,10 +26,12 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import xxhash
+from millpond.actors.engine_offers import Offers
 from millpond.actors.store import Store, StoreParts
 from millpond.codecs.choices import SamplingParams
 from millpond.codecs.descriptors import KvDType, LayerType
@@ -55,6 +58,7 @@ BLOCK = 256
 FINGERPRINT, GUARD = b"f" * 32, b"g" * 32
 ROOT = chain_root(FINGERPRINT, GUARD, "exact")
 LIMIT = 2**50
+SLOT_BYTES = 2**24  # of the offers that are measured
 
 
 def _layout(sliding: tuple[int, int, int], full: tuple[int, int, int], dtype: KvDType) -> KvLayout:
@@ -304,6 +308,40 @@ def measure_open(count: int, folder: str | None) -> dict[str, Any]:
     }
 
 
+async def measure_offer(layout: KvLayout) -> dict[str, Any]:
+    """Offer blocks of every group one at a time, as the engine does; nobody writes them."""
+    submit = make_submit(64 * BLOCK)
+    slot = min(SLOT_BYTES, max(group.block_bytes(BLOCK) for group in layout.groups))
+    parts = sum(len(group.parts(BLOCK, slot)) for group in layout.groups)
+    pool = StagingPool("offer", parts, slot)
+    outbox, inbox = channel("offers", Offer, 64)
+    sequence: Any = SimpleNamespace(
+        id=0, offers_late=False, offering=True, offered=0, refused=0, admit=submit
+    )
+    sequence.wants = lambda group, block: True
+    offers = Offers(layout, pool)
+    checksum: list[float] = []
+    rest: list[float] = []
+    for block in range(32):
+        started = time.perf_counter()
+        offers.prepare(sequence, range(block, block + 1), 64)
+        planes = offers.planes()
+        before = time.perf_counter()
+        digests = [xxhash.xxh3_128_digest(one.payload) for one in planes]
+        after = time.perf_counter()
+        offers.send(digests, {}, outbox)
+        seconds = time.perf_counter() - started
+        if block:  # the first touches the slots
+            checksum.append((after - before) * 1e3 / len(layout.groups))
+            rest.append((seconds - (after - before)) * 1e3 / len(layout.groups))
+        for _ in planes:
+            message = await inbox.receive()
+            assert isinstance(message, Snapshot)
+            pool.give(message.slot, message.lease)
+    assert not sequence.refused
+    return {"slots_and_message_ms": _figure(rest), "checksum_ms": _figure(checksum)}
+
+
 _ROOTS: list[Any] = []
 
 
@@ -336,6 +374,7 @@ def main() -> int:
     report = {
         **measure_speed(options),
         "bytes_ratio": measure_bytes(),
+        "offer": {name: anyio.run(measure_offer, layout) for name, layout in SHAPES.items()},
         "open": measure_open(options.open_blocks, options.folder),
     }
     print(json.dumps(report))
