@@ -324,6 +324,7 @@ class Restorer:
             chain_hash=submit.chain[index],
             parent=submit.chain[index - 1] if index else submit.root,
             token_ids=submit.token_ids[4 * index * tokens : 4 * (index + 1) * tokens],
+            seal=self._root.options.seal,
         )
 
 

@@ -140,6 +140,7 @@ class Spiller:
             chain_hash=message.chain_hash,
             parent=message.parent,
             token_ids=message.token_ids,
+            seal=self._root.options.seal if self._root is not None else None,
         )
 
     def _give(self, staged: list[Snapshot], lost: bool) -> None:

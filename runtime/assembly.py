@@ -28,6 +28,7 @@ from millpond.runtime.gguf_file import GgufFile
 from millpond.runtime.guidance import Guides
 from millpond.runtime.identify import identify
 from millpond.runtime.identity import ModelIdentity
+from millpond.runtime.kv.keys import read_key
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.kv.root import RootOptions, SpillRoot, open_spill_root
 from millpond.runtime.memory_budget import check_weights, device_memory
@@ -131,6 +132,7 @@ def _open_root(config: RuntimeConfig) -> SpillRoot:
         quarantine_bytes_max=limits.quarantine_bytes_max,
         stall_s=limits.disk_stall_s,
         sync=config.durability == "power",
+        seal=read_key(config.spill_key_file, os.environ),
     )
     return open_spill_root(config.resolved_spill_root(), config.spill_bytes_max, options)
 
@@ -181,7 +183,12 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         threads=threads,
         shared=shared,
         pools=pools,
-        gateway=_gateway(config, (identity, context_tokens), (tokenizer, guides), threads),
+        gateway=_gateway(
+            config,
+            (identity, context_tokens, _guard(identity, shared)),
+            (tokenizer, guides),
+            threads,
+        ),
         store=_store(config, (identity, layout, kv_bytes_max, context_tokens), shared, pools),
         engine=engine,
         loader=Loader(file, identity, pools[0], threads.host, config.limits.read_stall_s),
@@ -253,18 +260,18 @@ def _pools(layout: KvLayout, limits: Limits) -> tuple[StagingPool, StagingPool, 
 
 def _gateway(
     config: RuntimeConfig,
-    model: tuple[ModelIdentity, int],
+    model: tuple[ModelIdentity, int, bytes],
     texts: tuple[Tokenizer, Guides],
     threads: Threads,
 ) -> Gateway:
-    identity, memory_tokens = model
+    identity, memory_tokens, guard = model
     return Gateway(
         GatewayParts(
             tokenizer=texts[0],
             check_schema=texts[1].check,
             thread=threads.host,
             fingerprint=identity.fingerprint,
-            guard=identity.guard,
+            guard=guard,
             reuse=config.reuse,
             block_tokens=config.block_tokens,
             context_tokens=identity.config.context_tokens,
@@ -286,7 +293,7 @@ def _store(
         StoreParts(
             layout=layout,
             fingerprint=identity.fingerprint,
-            guard=identity.guard,
+            guard=_guard(identity, shared),
             root=shared.root,
             readers=shared.readers,
             writer=shared.writer,
@@ -298,3 +305,11 @@ def _store(
             kv_bytes_max=kv_bytes_max,
         )
     )
+
+
+def _guard(identity: ModelIdentity, shared: Shared) -> bytes:
+    """Return the guard of a house's blocks: that of its model, and of the key if there is one."""
+    root = shared.root
+    if root is None or root.options.seal is None:
+        return identity.guard
+    return root.options.seal.guard(identity.guard)

@@ -23,6 +23,7 @@ _CONFIG_FIELDS = (
     "spill",
     "spill_root",
     "spill_bytes_max",
+    "spill_key_file",
     "kv_dtype",
     "reuse",
     "block_tokens",
@@ -189,6 +190,9 @@ def add_spilling(parser: _Parser) -> None:
     )
     group.add_argument(
         "--spill-bytes-max", metavar="SIZE", help='budget of the root: "10GiB", "25%%"'
+    )
+    group.add_argument(
+        "--spill-key-file", metavar="FILE", help="encrypt blocks: 32 bytes, or 64 hex digits"
     )
     group.add_argument(
         "--no-spill", dest="spill", action="store_false", help="neither read nor write a root"

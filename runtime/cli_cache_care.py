@@ -29,6 +29,9 @@ def add_arguments(name: str, parser: Any) -> None:
         parser.add_argument(
             "--namespace", metavar="HEX", default=None, help="only these blocks, as ls shows them"
         )
+    if name == "verify":
+        parser.set_defaults(spill_key_file=None)
+        parser.add_argument("--spill-key-file", metavar="FILE", help="key of encrypted blocks")
     if name == "unpin":
         parser.add_argument(
             "tip", nargs="?", metavar="HASH", help="last block of one, as ls shows it; else all"
@@ -67,17 +70,25 @@ def run(options: Namespace, terminal: Terminal) -> int:
 
 def _verify(options: Namespace, path: Path, terminal: Terminal) -> dict[str, Any]:
     from millpond.runtime.kv.catalog import VerifyReport, open_for_care, verify
+    from millpond.runtime.kv.keys import read_key
 
+    key = read_key(options.spill_key_file, os.environ)
     report = VerifyReport()
     if path.exists() and not (path.is_dir() and not os.listdir(path)):
         root = open_for_care(path)
         try:
             with _bar(terminal, "checking blocks") as step:
-                report = verify(root, step)
+                report = verify(root, step, key)
         finally:
             root.close()
     bad = [{"path": name, "reason": why, "detail": detail} for name, why, detail in report.bad]
-    return {"root": str(path), "blocks": report.blocks, "bytes": report.bytes, "bad": bad}
+    return {
+        "root": str(path),
+        "blocks": report.blocks,
+        "bytes": report.bytes,
+        "unopened": report.unopened,
+        "bad": bad,
+    }
 
 
 def _unpin(options: Namespace, path: Path, terminal: Terminal) -> dict[str, Any]:

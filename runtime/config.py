@@ -85,6 +85,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_boundary_tokens  sliding blocks are kept at its multiples; 0: everywhere
     kv_bytes_max             budget of the live KV caches, running ones by their worst case: bytes,
                              ``"4GiB"`` or a share ``"50%"`` of the device's memory
+    spill_key_file           file of a key with which blocks are encrypted; None: the environment's
+                             ``MILLPOND_SPILL_KEY``, else they are plain
     weight_bytes_max         the weights may take so much of it as they are held
     context_tokens           tokens of prompt and completion at most; None: as trained
     durability               ``process`` survives a crash of ours, ``power`` one of the machine
@@ -117,6 +119,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     kv_bytes_max: int | str = "50%"
     weight_bytes_max: int | str = "90%"
+    spill_key_file: str | None = None
 
     def checked(self) -> RuntimeConfig:
         """Return this configuration if every field has its type and range; raise ConfigError."""

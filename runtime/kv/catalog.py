@@ -18,14 +18,18 @@ from millpond.runtime.kv.disk import JOURNAL, LOCK, WRITERS, Disk, PosixDisk
 from millpond.runtime.kv.files import QUARANTINE, file_bytes, read_block, writer_of
 from millpond.runtime.kv.header import (
     HEADER_BYTES_MAX,
+    PEEK_BYTES,
     VERSION_FOLDER,
     BlockIdentity,
+    peek,
     read_identity,
 )
 from millpond.runtime.kv.index import Block, Shelf
 from millpond.runtime.kv.journal import Journal
+from millpond.runtime.kv.keys import Seal
 from millpond.runtime.kv.root import RootOptions, SpillRoot, open_spill_root
 from millpond.runtime.kv.scan import walk
+from millpond.runtime.kv.sealing import OUTER_BYTES_MAX, is_sealed_with, read_sealed_identity
 
 UNBOUNDED = 2**62  # a budget that evicts nothing
 TOKEN_BYTES = 16
@@ -64,11 +68,17 @@ class GroupSummary:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What a check of every block found; bad ones (path, reason, detail) were set aside."""
+    """What a check of every block found.
+
+    blocks, bytes  whole ones
+    bad            path, reason and detail of those that were set aside
+    unopened       sealed ones, without a key or with another than theirs; they stay
+    """
 
     blocks: int = 0
     bytes: int = 0
     bad: list[tuple[str, str, str]] = field(default_factory=list)
+    unopened: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +122,10 @@ def summarise(root: SpillRoot) -> list[GroupSummary]:
         ]
 
 
-def verify(root: SpillRoot, step: Step | None = None) -> VerifyReport:
+def verify(root: SpillRoot, step: Step | None = None, key: Seal | None = None) -> VerifyReport:
     """Read every block and set aside what is not whole, with what follows it.
 
+    key   of sealed blocks; those of another key cannot be told from damaged ones, and stay
     step  called with the count of blocks checked and of all
     """
     with root.guard:
@@ -123,9 +134,12 @@ def verify(root: SpillRoot, step: Step | None = None) -> VerifyReport:
     for number, block in enumerate(blocks):
         if block.ring is not None:  # it may have followed one that was set aside
             try:
-                verify_file(root.disk, path_of(block))
-                report.blocks += 1
-                report.bytes += block.bytes
+                if _is_closed(root.disk, path_of(block), key):
+                    report.unopened += 1
+                else:
+                    verify_file(root.disk, path_of(block), key)
+                    report.blocks += 1
+                    report.bytes += block.bytes
             except FileNotFoundError:
                 root.forget(block, None, 0.0)
             except (BlockError, OSError) as error:
@@ -139,12 +153,27 @@ def verify(root: SpillRoot, step: Step | None = None) -> VerifyReport:
     return report
 
 
-def verify_file(disk: Disk, path: str) -> BlockIdentity:
+def _is_closed(disk: Disk, path: str, key: Seal | None) -> bool:
+    """True iff a file is sealed, and not with this key."""
+    start = memoryview(bytearray(OUTER_BYTES_MAX))
+    found = bytes(start[: disk.read_into(path, 0, start)])
+    return peek(found).is_sealed and not is_sealed_with(found, key)
+
+
+def _is_sealed(disk: Disk, path: str) -> bool:
+    start = memoryview(bytearray(PEEK_BYTES))
+    return peek(bytes(start[: disk.read_into(path, 0, start)])).is_sealed
+
+
+def verify_file(disk: Disk, path: str, key: Seal | None = None) -> BlockIdentity:
     """Check that a file is a whole block, in its place; return what it is.
 
     Raises BlockError, FileNotFoundError or OSError.
     """
-    block = read_header(disk, path)
+    if key is not None and _is_sealed(disk, path):
+        block = read_sealed_identity(disk, path, key)
+    else:
+        block = read_header(disk, path)
     if block.path != path:
         raise BlockError("header: found another block than the name says", reason="mismatch")
     last = memoryview(bytearray(2))
@@ -155,7 +184,9 @@ def verify_file(disk: Disk, path: str) -> BlockIdentity:
 
 
 def read_header(disk: Disk, path: str) -> BlockIdentity:
-    """Return what a block file's header says; raises as ``verify_file``."""
+    """Return what a plain block file's header says; raises as ``verify_file``."""
+    if _is_sealed(disk, path):
+        raise BlockError("header: found an encrypted block, which cannot leave its root")
     length = memoryview(bytearray(8))
     count = disk.read_into(path, 0, length)
     size = int.from_bytes(length, "little")

@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +19,7 @@ import xxhash
 from millpond.runtime.errors import BlockError, SpillFailed
 from millpond.runtime.kv.disk import Disk
 from millpond.runtime.kv.header import BlockIdentity
+from millpond.runtime.kv.sealing import SealedFile, seal, sealed_bytes
 
 QUARANTINE = "quarantine"
 TEMP_SUFFIX = ".tmp"
@@ -58,6 +59,8 @@ def writer_of(name: str) -> str | None:
 
 def file_bytes(block: BlockIdentity) -> int:
     """Return the whole size of a block's file."""
+    if block.seal is not None:
+        return sealed_bytes(block)
     return block.header_bytes() + block.payload_bytes
 
 
@@ -96,11 +99,21 @@ class Draft:
 
 def prepare(disk: Disk, draft: Draft) -> None:
     """Write the temporary (I1).  Raises SpillFailed; the caller removes what may be there then."""
-    header = draft.block.header(draft.digest)
+    parts: Sequence[memoryview | bytes] = (draft.block.header(draft.digest), *draft.parts)
+    if draft.block.seal is not None:
+        parts = seal(draft.block, bytes(parts[0]), _planes(draft))
     try:
-        disk.write(draft.temporary, (header, *draft.parts), draft.sync)
+        disk.write(draft.temporary, parts, draft.sync)
     except OSError as error:
         raise SpillFailed("write", draft.temporary, error) from error
+
+
+def _planes(draft: Draft) -> Iterator[memoryview]:
+    size = draft.block.group.plane_bytes(draft.block.block_tokens)
+    for part in draft.parts:
+        whole = part.cast("B")
+        for start in range(0, len(whole), size):
+            yield whole[start : start + size]
 
 
 def publish(disk: Disk, draft: Draft) -> None:
@@ -131,6 +144,10 @@ def read_block(disk: Disk, block: BlockIdentity, payload: memoryview) -> None:
     Raises BlockError, FileNotFoundError or OSError; the buffer's contents are then meaningless.
     """
     assert len(payload) == block.payload_bytes, "the slot holds the whole payload"
+    if block.seal is not None:
+        parts = block_parts(block, len(payload))
+        verify_block(disk, block, parts, payload)
+        return
     header, beyond = bytearray(block.header_bytes()), memoryview(bytearray(1))
     digest = xxhash.xxh3_128()
     for start in range(0, len(payload), PIECE_BYTES):
@@ -152,6 +169,8 @@ def verify_block(
 
     Raises as ``read_block``.
     """
+    if block.seal is not None:
+        return _verify_sealed(disk, block, parts, scratch)
     header = bytearray(block.header_bytes())
     found = disk.read_into(block.path, 0, memoryview(header))
     _check_length(block, found, len(header), False)
@@ -179,9 +198,32 @@ def read_part(
 
     Raises as ``read_block``.
     """
-    count = disk.read_into(block.path, block.header_bytes() + part.start, payload)
-    _check_length(block, count, part.size, False)
+    if block.seal is not None:
+        _read_planes(SealedFile(disk, block), block, part, payload)
+    else:
+        count = disk.read_into(block.path, block.header_bytes() + part.start, payload)
+        _check_length(block, count, part.size, False)
     _check_digest(digest, xxhash.xxh3_128_digest(payload))
+
+
+def _verify_sealed(
+    disk: Disk, block: BlockIdentity, parts: Sequence[Part], scratch: memoryview
+) -> tuple[bytes, ...]:
+    file, whole, digests = SealedFile(disk, block), xxhash.xxh3_128(), []
+    for part in parts:
+        piece = scratch[: part.size]
+        _read_planes(file, block, part, piece)
+        whole.update(piece)
+        digests.append(xxhash.xxh3_128_digest(piece))
+    file.check_end()
+    _check_digest(file.checksum, whole.digest())
+    return tuple(digests)
+
+
+def _read_planes(file: SealedFile, block: BlockIdentity, part: Part, target: memoryview) -> None:
+    size = block.group.plane_bytes(block.block_tokens)
+    for index in range(part.planes):
+        file.read_plane(part.first_plane + index, target[index * size : (index + 1) * size])
 
 
 def _check_length(block: BlockIdentity, found: int, expected: int, is_last: bool) -> None:

@@ -19,15 +19,17 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from millpond.codecs.descriptors import KvDType, LayerType
 from millpond.codecs.fingerprint import chain_hash
 from millpond.runtime.errors import BlockError
+from millpond.runtime.kv.keys import Seal
 from millpond.runtime.kv.layout import LayerGroup
 
 FORMAT = "millpond-kv-1"
+SEALED_FORMAT = "millpond-kv-sealed-1"  # see ``sealing``
 VERSION_FOLDER = "v1"
 SUFFIX = ".safetensors"
 ALIGNMENT = 64
@@ -61,6 +63,7 @@ class BlockIdentity:
     first_token         position of the block's first token
     chain_hash, parent  32 bytes each
     token_ids           the block's ids, little-endian u32
+    seal                the key of its file; None: the file is plain
     """
 
     fingerprint: bytes
@@ -71,6 +74,7 @@ class BlockIdentity:
     chain_hash: bytes
     parent: bytes
     token_ids: bytes
+    seal: Seal | None = field(default=None, compare=False, repr=False)
 
     @property
     def path(self) -> str:
@@ -154,6 +158,7 @@ class Peek:
     group: str
     fingerprint: bytes
     guard: bytes
+    is_sealed: bool = False
 
 
 def group_folder(fingerprint: bytes, group_name: str) -> str:
@@ -173,7 +178,7 @@ def peek(start: bytes) -> Peek:
     Raises BlockError (``corrupt``) if it does not start as a header of this format does.
     """
     match = _PEEK.match(start, 8)
-    if match is None or match["format"] != FORMAT.encode():
+    if match is None or match["format"].decode() not in (FORMAT, SEALED_FORMAT):
         raise BlockError("header: found other bytes than the start of a block file")
     return Peek(
         chain_hash=bytes.fromhex(match["hash"].decode()),
@@ -182,6 +187,7 @@ def peek(start: bytes) -> Peek:
         group=match["group"].decode(),
         fingerprint=bytes.fromhex(match["fingerprint"].decode()),
         guard=bytes.fromhex(match["guard"].decode()),
+        is_sealed=match["format"] == SEALED_FORMAT.encode(),
     )
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from millpond.runtime.kv.keys import Seal
 from millpond.runtime.kv.namespaces import NamespaceFigures
 
 
@@ -19,6 +20,7 @@ class RootOptions:
     quarantine_bytes_max  bytes that bad files may keep
     stall_s               a file operation longer than this turns spilling off; None: never
     sync                  durability ``power``
+    seal                  key of the files that are written; None: they are plain
     now                   seconds since 1970, by which pins end
     """
 
@@ -28,6 +30,7 @@ class RootOptions:
     quarantine_bytes_max: int = 0
     stall_s: float | None = None
     sync: bool = False
+    seal: Seal | None = None
     now: Callable[[], float] = time.time
 
 
