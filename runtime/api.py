@@ -17,19 +17,13 @@ from millpond.actors.gateway_request import TokenStream
 from millpond.actors.store import StoreStatistics
 from millpond.actors.supervisor import House, open_house
 from millpond.codecs.choices import SamplingParams
-from millpond.runtime.assembly import (
-    THREAD_CLOSE_S,
-    Built,
-    Shared,
-    Threads,
-    build,
-    open_shared,
-)
+from millpond.runtime.assembly import Built, Threads, build
 from millpond.runtime.channels import ChannelStatistics
 from millpond.runtime.chat import ChatOptions
 from millpond.runtime.config import RuntimeConfig
 from millpond.runtime.numerics import compute_problem
 from millpond.runtime.results import Completion
+from millpond.runtime.shared import THREAD_CLOSE_S, Shared, open_shared
 from millpond.runtime.staging import StagingStatistics
 from millpond.runtime.threads import PinnedThread, ThreadStatistics
 

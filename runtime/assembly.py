@@ -5,12 +5,8 @@ With ``runtime.api`` the only place in ``runtime`` that knows actors.
 
 from __future__ import annotations
 
-import logging
 import os
-import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,39 +19,21 @@ from millpond.actors.supervisor import HouseParts
 from millpond.codecs.fingerprint import NumericsIdentity
 from millpond.runtime.chat_encoder import ChatEncoder, read_template
 from millpond.runtime.config import Limits, RuntimeConfig, parse_bytes
-from millpond.runtime.errors import EngineError, ModelError, SpillError
+from millpond.runtime.errors import ModelError
 from millpond.runtime.gguf_file import GgufFile
 from millpond.runtime.guidance import Guides
 from millpond.runtime.identify import identify
 from millpond.runtime.identity import ModelIdentity
-from millpond.runtime.kv.keys import read_key
 from millpond.runtime.kv.layout import KvLayout
-from millpond.runtime.kv.root import RootOptions, SpillRoot, open_spill_root
 from millpond.runtime.memory_budget import check_weights, device_memory
 from millpond.runtime.numerics import numerics_identity
+from millpond.runtime.shared import Shared
 from millpond.runtime.staging import StagingPool
 from millpond.runtime.steps import Runner
 from millpond.runtime.threads import PinnedThread
 from millpond.runtime.tokenizer import Tokenizer, make_tokenizer
 
-_log = logging.getLogger(__name__)
-TOKEN_BYTES = 8  # of a writer token: enough never to meet another one
 READ_BYTES_PER_S_MIN = 10e6  # a file that is read slower counts as stuck
-THREAD_CLOSE_S = 10.0  # a thread that still runs a call then is left behind; it is a daemon
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the houses of one process share: disk threads, and one spill root.
-
-    root           None if nothing is spilled
-    spill_problem  why not, if it was wanted; else empty
-    """
-
-    readers: tuple[PinnedThread, ...]
-    writer: PinnedThread
-    root: SpillRoot | None
-    spill_problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,46 +75,6 @@ class Built:
         )
 
 
-@asynccontextmanager
-async def open_shared(config: RuntimeConfig) -> AsyncIterator[Shared]:
-    """Open the spill root and its threads; give it to every ``open_runtime`` of the process.
-
-    A root that cannot be used raises nothing: the houses serve without spilling.
-    """
-    limits = config.limits
-    async with AsyncExitStack() as stack:
-        readers = [
-            await stack.enter_async_context(PinnedThread(f"disk-read-{index}", THREAD_CLOSE_S))
-            for index in range(max(1, limits.disk_readers))
-        ]
-        writer = await stack.enter_async_context(PinnedThread("disk-write", THREAD_CLOSE_S))
-        root, problem = None, ""
-        if config.spill:
-            try:
-                root = await writer.call(partial(_open_root, config), limits.disk_stall_s * 10)
-            except (SpillError, EngineError) as error:
-                problem = str(error)
-                _log.warning("spilling is off: %s", problem)
-        if root is not None:
-            stack.callback(root.close)
-        yield Shared(tuple(readers), writer, root, problem)
-
-
-def _open_root(config: RuntimeConfig) -> SpillRoot:
-    """On the disk thread: open the folder and index what is there.  Raises SpillFailed."""
-    limits = config.limits
-    options = RootOptions(
-        token=secrets.token_hex(TOKEN_BYTES),
-        bytes_max=0,  # replaced by the budget, once the size of the file system is known
-        free_bytes_min=limits.free_bytes_min,
-        quarantine_bytes_max=limits.quarantine_bytes_max,
-        stall_s=limits.disk_stall_s,
-        sync=config.durability == "power",
-        seal=read_key(config.spill_key_file, os.environ),
-    )
-    return open_spill_root(config.resolved_spill_root(), config.spill_bytes_max, options)
-
-
 async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Built:
     """Read the model's header, name it, and make its actors; nothing runs yet.
 
@@ -160,7 +98,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         file.close()
         raise
     config = msgspec.structs.replace(config, limits=_fitted(layout, config.limits))
-    pools = _pools(layout, config.limits)
+    pools, guard = _pools(layout, config.limits), shared.guard(identity)
     engine = Engine(
         EngineParts(
             runner=runner,
@@ -183,12 +121,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         threads=threads,
         shared=shared,
         pools=pools,
-        gateway=_gateway(
-            config,
-            (identity, context_tokens, _guard(identity, shared)),
-            (tokenizer, guides),
-            threads,
-        ),
+        gateway=_gateway(config, (identity, context_tokens, guard), (tokenizer, guides), threads),
         store=_store(config, (identity, layout, kv_bytes_max, context_tokens), shared, pools),
         engine=engine,
         loader=Loader(file, identity, pools[0], threads.host, config.limits.read_stall_s),
@@ -293,7 +226,7 @@ def _store(
         StoreParts(
             layout=layout,
             fingerprint=identity.fingerprint,
-            guard=_guard(identity, shared),
+            guard=shared.guard(identity),
             root=shared.root,
             readers=shared.readers,
             writer=shared.writer,
@@ -305,11 +238,3 @@ def _store(
             kv_bytes_max=kv_bytes_max,
         )
     )
-
-
-def _guard(identity: ModelIdentity, shared: Shared) -> bytes:
-    """Return the guard of a house's blocks: that of its model, and of the key if there is one."""
-    root = shared.root
-    if root is None or root.options.seal is None:
-        return identity.guard
-    return root.options.seal.guard(identity.guard)

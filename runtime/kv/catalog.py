@@ -18,7 +18,6 @@ from millpond.runtime.kv.disk import JOURNAL, LOCK, WRITERS, Disk, PosixDisk
 from millpond.runtime.kv.files import QUARANTINE, file_bytes, read_block, writer_of
 from millpond.runtime.kv.header import (
     HEADER_BYTES_MAX,
-    PEEK_BYTES,
     VERSION_FOLDER,
     BlockIdentity,
     peek,
@@ -155,14 +154,17 @@ def verify(root: SpillRoot, step: Step | None = None, key: Seal | None = None) -
 
 def _is_closed(disk: Disk, path: str, key: Seal | None) -> bool:
     """True iff a file is sealed, and not with this key."""
-    start = memoryview(bytearray(OUTER_BYTES_MAX))
-    found = bytes(start[: disk.read_into(path, 0, start)])
+    found = _start(disk, path)
     return peek(found).is_sealed and not is_sealed_with(found, key)
 
 
 def _is_sealed(disk: Disk, path: str) -> bool:
-    start = memoryview(bytearray(PEEK_BYTES))
-    return peek(bytes(start[: disk.read_into(path, 0, start)])).is_sealed
+    return peek(_start(disk, path)).is_sealed
+
+
+def _start(disk: Disk, path: str) -> bytes:
+    start = memoryview(bytearray(OUTER_BYTES_MAX))
+    return bytes(start[: disk.read_into(path, 0, start)])
 
 
 def verify_file(disk: Disk, path: str, key: Seal | None = None) -> BlockIdentity:
