@@ -20,7 +20,6 @@ from millpond.runtime.kv.header import (
     HEADER_BYTES_MAX,
     VERSION_FOLDER,
     BlockIdentity,
-    peek,
     read_identity,
 )
 from millpond.runtime.kv.index import Block, Shelf
@@ -28,7 +27,7 @@ from millpond.runtime.kv.journal import Journal
 from millpond.runtime.kv.keys import Seal
 from millpond.runtime.kv.root import RootOptions, SpillRoot, open_spill_root
 from millpond.runtime.kv.scan import walk
-from millpond.runtime.kv.sealing import OUTER_BYTES_MAX, is_sealed_with, read_sealed_identity
+from millpond.runtime.kv.sealing import is_closed, is_sealed, read_sealed_identity
 
 UNBOUNDED = 2**62  # a budget that evicts nothing
 TOKEN_BYTES = 16
@@ -133,7 +132,7 @@ def verify(root: SpillRoot, step: Step | None = None, key: Seal | None = None) -
     for number, block in enumerate(blocks):
         if block.ring is not None:  # it may have followed one that was set aside
             try:
-                if _is_closed(root.disk, path_of(block), key):
+                if is_closed(root.disk, path_of(block), key):
                     report.unopened += 1
                 else:
                     verify_file(root.disk, path_of(block), key)
@@ -152,27 +151,12 @@ def verify(root: SpillRoot, step: Step | None = None, key: Seal | None = None) -
     return report
 
 
-def _is_closed(disk: Disk, path: str, key: Seal | None) -> bool:
-    """True iff a file is sealed, and not with this key."""
-    found = _start(disk, path)
-    return peek(found).is_sealed and not is_sealed_with(found, key)
-
-
-def _is_sealed(disk: Disk, path: str) -> bool:
-    return peek(_start(disk, path)).is_sealed
-
-
-def _start(disk: Disk, path: str) -> bytes:
-    start = memoryview(bytearray(OUTER_BYTES_MAX))
-    return bytes(start[: disk.read_into(path, 0, start)])
-
-
 def verify_file(disk: Disk, path: str, key: Seal | None = None) -> BlockIdentity:
     """Check that a file is a whole block, in its place; return what it is.
 
     Raises BlockError, FileNotFoundError or OSError.
     """
-    if key is not None and _is_sealed(disk, path):
+    if key is not None and is_sealed(disk, path):
         block = read_sealed_identity(disk, path, key)
     else:
         block = read_header(disk, path)
@@ -187,7 +171,7 @@ def verify_file(disk: Disk, path: str, key: Seal | None = None) -> BlockIdentity
 
 def read_header(disk: Disk, path: str) -> BlockIdentity:
     """Return what a plain block file's header says; raises as ``verify_file``."""
-    if _is_sealed(disk, path):
+    if is_sealed(disk, path):
         raise BlockError("header: found an encrypted block, which cannot leave its root")
     length = memoryview(bytearray(8))
     count = disk.read_into(path, 0, length)

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from millpond.runtime.errors import BlockError
 from millpond.runtime.kv.disk import Disk
-from millpond.runtime.kv.header import ALIGNMENT, SEALED_FORMAT, BlockIdentity, read_identity
+from millpond.runtime.kv.header import ALIGNMENT, SEALED_FORMAT, BlockIdentity, peek, read_identity
 from millpond.runtime.kv.keys import Seal
 
 TAG_BYTES = 16
@@ -122,10 +122,17 @@ class SealedFile:
             raise BlockError(f"message {number}: found bytes that the key does not open") from None
 
 
-def is_sealed_with(start: bytes, key: Seal | None) -> bool:
-    """True iff a sealed file, by its first bytes, is one of this key."""
+def is_sealed(disk: Disk, path: str) -> bool:
+    """True iff a block's file is encrypted; raises as ``read_sealed_identity``."""
+    return peek(_start(disk, path)).is_sealed
+
+
+def is_closed(disk: Disk, path: str, key: Seal | None) -> bool:
+    """True iff a file is encrypted, and not with this key; raises as ``read_sealed_identity``."""
+    start = _start(disk, path)
     found = _KEY.search(start)
-    return key is not None and found is not None and found["name"].decode() == key.name
+    is_of_key = key is not None and found is not None and found["name"].decode() == key.name
+    return peek(start).is_sealed and not is_of_key
 
 
 def read_sealed_identity(disk: Disk, path: str, key: Seal) -> BlockIdentity:
@@ -156,6 +163,11 @@ def read_sealed_identity(disk: Disk, path: str, key: Seal) -> BlockIdentity:
 def _tensor_bytes(block: BlockIdentity) -> int:
     planes = block.group.planes
     return block.header_bytes() + block.payload_bytes + TAG_BYTES * (1 + planes)
+
+
+def _start(disk: Disk, path: str) -> bytes:
+    start = memoryview(bytearray(OUTER_BYTES_MAX))
+    return bytes(start[: disk.read_into(path, 0, start)])
 
 
 def _number(message: int) -> bytes:
