@@ -110,11 +110,11 @@ BUGS = (
     one(
         "rename before the write is complete: blocks are written under their name",
         "runtime/kv/files.py",
-        "        disk.write(draft.temporary, (header, *draft.parts), draft.sync)\n",
+        "        disk.write(draft.temporary, parts, draft.sync)\n",
         "        disk.write(draft.temporary, (), draft.sync)\n"
         "        disk.rename(draft.temporary, draft.block.path, draft.sync)\n"
         "        disk.remove(draft.block.path)\n"
-        "        disk.write(draft.block.path, (header, *draft.parts), draft.sync)\n"
+        "        disk.write(draft.block.path, parts, draft.sync)\n"
         "        disk.rename(draft.block.path, draft.temporary, draft.sync)\n",
     ),
     one(
@@ -354,7 +354,7 @@ BUGS = (
     one(
         "a block does not know what follows it",
         "runtime/kv/index.py",
-        "            _adopt(above, block)\n",
+        "            adopt(above, block)\n",
         "            pass\n",
     ),
     one(

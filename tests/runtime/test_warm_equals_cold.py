@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from millpond.runtime import Limits, Runtime, RuntimeConfig, SamplingParams, open_runtime
+from millpond.runtime.kv.blocks import pack_tokens
+from millpond.runtime.kv.header import read_identity
 from millpond.runtime.kv.layout import KvLayout
 
 pytestmark = pytest.mark.anyio
@@ -141,6 +143,41 @@ async def test_every_ring_residue_is_equal_with_blocks_of_the_window(
         for one, two in zip(cold, warm, strict=True):
             assert two.usage.cached_tokens == (two.usage.prompt_tokens - 1) // chunk * chunk
             same(one, two)
+
+
+@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+async def test_a_deleted_sliding_file_is_a_miss_there_for_every_ring_residue(
+    shared_reference: Path, tmp_path: Path, block: int
+) -> None:
+    """The window is 16: larger than one kind of blocks, smaller than the other."""
+    model = shared_reference / "fixtures" / "gemma4-dense-tiny-f32.gguf"
+    grid: dict[str, Any] = {
+        "block_tokens": block,
+        "prefill_chunk_tokens": block,
+        "sliding_boundary_tokens": 0,
+    }
+    prompts = [prompt(block + 16 + residue, seed=residue) for residue in range(16)]
+    prompts.append(prompt(block + 80, seed=99))
+    cold = await answers(config(model, None, **grid), prompts)
+    await answers(config(model, tmp_path, **grid), prompts)
+    gone = 0
+    for path in block_files(tmp_path, "*sliding*"):
+        data = path.read_bytes()
+        found = read_identity(data[: 8 + int.from_bytes(data[:8], "little")])[0]
+        for ids in prompts:
+            last = (len(ids) - 1) // block * block - block
+            is_last = found.token_ids == pack_tokens(ids[last : last + block])
+            if found.first_token == last and is_last:
+                path.unlink()
+                gone += 1
+    assert gone >= len(prompts)
+    warm = await answers(config(model, tmp_path, **grid), prompts)
+    for one, two in zip(cold, warm, strict=True):
+        limit = (two.usage.prompt_tokens - 1) // block * block
+        assert two.usage.cached_tokens == limit - block
+        assert sum(two.restore.misses.values()) == 1
+        same(one, two)
 
 
 async def test_a_shared_prefix_is_reused_by_a_longer_prompt(
