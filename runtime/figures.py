@@ -22,6 +22,7 @@ class RootFigures:
     blocks: int = 0
     block_bytes: int = 0
     used_bytes: int = 0
+    pinned_bytes: int = 0
     quarantine_bytes: int = 0
     bytes_max: int = 0
     evicted_blocks: int = 0
@@ -39,6 +40,7 @@ class ModelFigures:
     held                               live caches kept for the next turn
     shared_tokens                      prompt tokens whose rows came from another live cache
     refused                            blocks offered and not kept
+    pins, pins_refused                 prompts pinned for a time, or not though they should be
     namespace                          name of its folder in the root
     """
 
@@ -53,6 +55,8 @@ class ModelFigures:
     spilled_blocks: int = 0
     spilled_bytes: int = 0
     refused: int = 0
+    pins: int = 0
+    pins_refused: int = 0
     restored_blocks: int = 0
     restored_bytes: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
@@ -72,6 +76,8 @@ _COUNTS = (
     "spilled_blocks",
     "spilled_bytes",
     "refused",
+    "pins",
+    "pins_refused",
     "restored_blocks",
     "restored_bytes",
 )
@@ -106,6 +112,8 @@ def figures_of(runtime: Runtime, namespace: str) -> ModelFigures:
         spilled_blocks=store.spilled_blocks,
         spilled_bytes=store.spilled_bytes,
         refused=store.refused + engine.refused,
+        pins=store.pins,
+        pins_refused=store.pins_refused,
         restored_blocks=store.restored_blocks,
         restored_bytes=store.restored_bytes,
         misses={str(reason): count for reason, count in store.misses.items()},
@@ -128,6 +136,7 @@ def _root_of(root: RootStatistics) -> RootFigures:
         + root.doomed_bytes
         + root.quarantine_bytes
         + root.other_bytes,
+        pinned_bytes=root.pinned_bytes,
         quarantine_bytes=root.quarantine_bytes,
         bytes_max=root.bytes_max,
         evicted_blocks=root.evicted_blocks,

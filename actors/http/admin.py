@@ -49,6 +49,8 @@ async def cache_figures(exchange: Exchange, services: Services) -> None:
                 "spilled_blocks": one.spilled_blocks,
                 "spilled_bytes": one.spilled_bytes,
                 "refused": one.refused,
+                "pins": one.pins,
+                "pins_refused": one.pins_refused,
                 "restored_blocks": one.restored_blocks,
                 "restored_bytes": one.restored_bytes,
                 "misses": dict(one.misses),

@@ -117,6 +117,8 @@ _COUNTS = {
     "spilled_blocks": "Blocks written to the spill root",
     "spilled_bytes": "Bytes written to the spill root",
     "refused": "Blocks that were offered and not kept",
+    "pins": "Prompts that were pinned for a time",
+    "pins_refused": "Prompts that were to be pinned and were not",
     "restored_blocks": "Blocks read from the spill root",
     "restored_bytes": "Bytes read from the spill root",
 }

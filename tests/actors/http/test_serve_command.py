@@ -126,6 +126,21 @@ def test_an_answer_has_the_form_that_was_asked_for(folder: Path) -> None:
         assert process.stop() == 0
 
 
+def test_a_prompt_is_pinned_for_the_seconds_that_its_body_names(folder: Path) -> None:
+    body = {"model": "a", "prompt": "word " * 300, "max_tokens": 2, "pin": 600}
+    with serving(folder, "--model", str(folder / "a.gguf")) as process:
+        assert httpx.post(f"{process.url}/v1/completions", json=body).status_code == 200
+        while True:
+            found = httpx.get(f"{process.url}/admin/cache").json()
+            if found["models"]["a"]["pins"]:
+                break
+        assert found["root"]["pinned_bytes"] > 0
+        body["no_store"] = True
+        refused = httpx.post(f"{process.url}/v1/completions", json=body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "pin"
+        assert process.stop() == 0
+
+
 def test_a_killed_server_loses_nothing_that_was_written(folder: Path) -> None:
     with serving(folder, "--model", str(folder / "a.gguf")) as process:
         text, _ = streamed(process.client())
