@@ -3,6 +3,7 @@
 
     scripts/torture_store.py --kills 200 --seed 7
     scripts/torture_store.py --kills 50 --model gemma.gguf
+    MILLPOND_SPILL_KEY=... scripts/torture_store.py --kills 50      # encrypted blocks
 
 Each round starts a real process that answers prompts over one spill root, sends it SIGKILL at a
 random moment, and then checks: every block that the next open accepts verifies; no temporary file
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -29,6 +31,7 @@ from millpond.runtime import Limits, Runtime, RuntimeConfig, SamplingParams, ope
 from millpond.runtime.errors import BlockError
 from millpond.runtime.kv.books import path_of
 from millpond.runtime.kv.catalog import open_for_care, verify_file
+from millpond.runtime.kv.keys import read_key
 from millpond.runtime.testing.tiny_model import tiny_gemma3
 
 BLOCK_TOKENS = 32
@@ -99,12 +102,12 @@ def writing(options: argparse.Namespace, root: Path, number: int) -> Iterator[No
 def examine(root: Path, budget: int) -> dict[str, int]:
     """Open a root as the next process does; return what it accepted and what was wrong."""
     found = {"accepted": 0, "verified": 0, "temporaries": 0, "over_budget": 0}
-    opened = open_for_care(root, budget)
+    opened, key = open_for_care(root, budget), read_key(None, os.environ)
     try:
         for block, _ in list(opened.index.snapshot()):
             found["accepted"] += 1
             try:
-                verify_file(opened.disk, path_of(block))
+                verify_file(opened.disk, path_of(block), key)
                 found["verified"] += 1
             except (BlockError, OSError) as error:
                 print(f"{path_of(block)}: {error}", file=sys.stderr)

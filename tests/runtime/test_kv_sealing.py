@@ -157,6 +157,24 @@ def test_a_key_is_32_bytes_or_64_digits(tmp_path: Path) -> None:
         read_key(str(tmp_path / "none"), {})
 
 
+def test_a_key_without_the_extra_is_said_and_nothing_is_written_in_plain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("millpond.runtime.kv.keys.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="crypto"):
+        read_key(None, {KEY_VARIABLE: "6b" * 32})
+
+
+def test_a_bad_key_is_a_usage_error_and_no_root_is_made(tmp_path: Path, capfd: Capture) -> None:
+    model, root, key = tmp_path / "tiny.gguf", tmp_path / "root", tmp_path / "key"
+    model.write_bytes(tiny_gemma3())
+    key.write_bytes(b"short")
+    command = ["generate", "--model", str(model), "--prompt", "hi", "--spill-root", str(root)]
+    assert main([*command, "--spill-key-file", str(key)]) == 2
+    assert "32 bytes" in capfd.readouterr().err
+    assert not root.exists()
+
+
 def test_a_real_house_hits_with_its_key_and_misses_with_another(
     tmp_path: Path, capfd: Capture
 ) -> None:
