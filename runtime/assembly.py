@@ -22,7 +22,7 @@ from millpond.runtime.config import Limits, RuntimeConfig, parse_bytes
 from millpond.runtime.errors import ModelError
 from millpond.runtime.gguf_file import GgufFile
 from millpond.runtime.guidance import Guides
-from millpond.runtime.identify import identify
+from millpond.runtime.identify import identify, read_config
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.layout import KvLayout
 from millpond.runtime.memory_budget import check_weights, device_memory
@@ -30,8 +30,10 @@ from millpond.runtime.numerics import numerics_identity
 from millpond.runtime.shared import Shared
 from millpond.runtime.staging import StagingPool
 from millpond.runtime.steps import Runner
+from millpond.runtime.tensor_digest import digesting
 from millpond.runtime.threads import PinnedThread
 from millpond.runtime.tokenizer import Tokenizer, make_tokenizer
+from millpond.runtime.vocabulary import read_vocabulary
 
 READ_BYTES_PER_S_MIN = 10e6  # a file that is read slower counts as stuck
 
@@ -132,7 +134,10 @@ def _identify(
     file: GgufFile, config: RuntimeConfig, numerics: NumericsIdentity
 ) -> tuple[ModelIdentity, KvLayout, Tokenizer, ChatEncoder]:
     chosen = "" if config.chat_template is None else read_template(config.chat_template)
-    identity = identify(file, config, numerics, os.environ)
+    vocabulary = read_vocabulary(file.metadata, read_config(file, config).vocab)
+    with digesting(file) as digests:
+        tokenizer = make_tokenizer(vocabulary)
+        identity = identify(file, config, numerics, os.environ, digests)
     if not identity.descriptor.num_layers:
         raise ModelError(f"{file.path}: found no layers, expected at least one")
     layout = KvLayout.from_descriptor(
@@ -141,7 +146,6 @@ def _identify(
         config.chunk_tokens_on(numerics.device_kind),
         config.sliding_boundary_tokens,
     )
-    tokenizer = make_tokenizer(identity.vocabulary)
     chats = ChatEncoder(tokenizer, chosen or identity.vocabulary.chat_template)
     if chosen:
         chats.compile()  # who chose it learns now if it is none

@@ -6,7 +6,7 @@ Reads the whole file once (the tensor digest); everything else comes from the he
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -74,10 +74,12 @@ def identify(
     config: RuntimeConfig,
     numerics: NumericsIdentity,
     environment: Mapping[str, str],
+    digests: Callable[[], Mapping[str, bytes]] | None = None,
 ) -> ModelIdentity:
     """Return the identity of an open model file.  Blocks while it reads every tensor.
 
     environment  looked at once, for the KV dtype
+    digests      returns those of ``digesting``; None: they are made here
 
     Raises ModelUnreadable, UnsupportedModel, TokenizerError, ConfigError or DescriptorError.
     """
@@ -85,7 +87,7 @@ def identify(
     descriptor = describe(file, shape, config, numerics, environment)
     vocabulary = read_vocabulary(file.metadata, shape.vocab)
     repo, quant = repo_of(file, config), quant_of(file)
-    tensors_sha256 = combined_digest(file.tensors, tensor_digests(file))
+    tensors_sha256 = combined_digest(file.tensors, digests() if digests else tensor_digests(file))
     return ModelIdentity(
         name=name_of(file),
         repo=repo,

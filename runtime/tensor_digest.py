@@ -7,8 +7,9 @@ lines ``name·type·shape·digest``, sorted by name.  Order, offsets and splitti
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import msgspec
 from millpond.runtime.gguf_file import GgufFile, StoredTensor
@@ -17,16 +18,26 @@ READ_BYTES = 2**20  # per thread: fits the cache, so hashing finds what reading 
 HASH_THREADS = 2  # reading is memory-bound beyond that
 
 
-def tensor_digests(file: GgufFile) -> dict[str, bytes]:
-    """Read every tensor and return name → 32 bytes.  Blocks; raises ModelUnreadable."""
+@contextmanager
+def digesting(file: GgufFile) -> Iterator[Callable[[], dict[str, bytes]]]:
+    """Read every tensor beside the block; the call that it gets waits for name → 32 bytes.
+
+    That call blocks and raises ModelUnreadable.  After an error in the block the rest is not read.
+    """
     largest_first = sorted(file.tensors.values(), key=lambda one: -one.payload_bytes)
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as threads:
         running = {one.name: threads.submit(tensor_digest, file, one) for one in largest_first}
         try:
-            return {name: future.result() for name, future in running.items()}
+            yield lambda: {name: future.result() for name, future in running.items()}
         except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)  # do not read the rest
+            threads.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def tensor_digests(file: GgufFile) -> dict[str, bytes]:
+    """Read every tensor and return name → 32 bytes.  Blocks; raises ModelUnreadable."""
+    with digesting(file) as found:
+        return found()
 
 
 def tensor_digest(file: GgufFile, tensor: StoredTensor) -> bytes:

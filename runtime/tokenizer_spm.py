@@ -89,6 +89,7 @@ def _pieces(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> list[tuple[by
     without one gets it after its last token, and that id is dropped again.
     """
     last = {token: index for index, token in enumerate(vocabulary.tokens)}
+    is_text = _is_plain if _are_clean(vocabulary.tokens) else _is_text
     unknown = _unknown_id(vocabulary, kinds)
     normal, byte, unused = TokenKind.NORMAL, TokenKind.BYTE, TokenKind.UNUSED
     pieces: list[tuple[bytes, float, int]] = []
@@ -99,9 +100,9 @@ def _pieces(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> list[tuple[by
             pieces.append((_name(index), score, _PIECE_UNKNOWN))
         elif kind is byte and last[token] == index and token in _BYTE_NAMES:
             pieces.append((token, score, _PIECE_BYTE))
-        elif kind is normal and last[token] == index and _is_text(token):
+        elif kind is normal and last[token] == index and is_text(token):
             pieces.append((token, score, _PIECE_NORMAL))
-        elif kind is unused and last[token] == index and _is_text(token):
+        elif kind is unused and last[token] == index and is_text(token):
             pieces.append((token, score, _PIECE_UNUSED))
         else:
             pieces.append((_name(index), score, _PIECE_CONTROL))
@@ -117,6 +118,25 @@ def _unknown_id(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> int | Non
 
 
 _BYTE_NAMES = frozenset(b"<0x%02X>" % byte for byte in range(256))
+
+
+def _are_clean(tokens: Sequence[bytes]) -> bool:
+    """Tell whether none of them is broken or holds a name of ours; one pass for most vocabularies.
+
+    A line feed between them keeps two broken ones from making a whole one.
+    """
+    joined = b"\n".join(tokens)
+    if b"\0" in joined or _NAME in joined:
+        return False
+    try:
+        joined.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _is_plain(token: bytes) -> bool:
+    return bool(token) and token not in _BYTE_NAMES
 
 
 def _is_text(token: bytes) -> bool:
