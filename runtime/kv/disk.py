@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol
 WRITERS = "writers"
 LOCK = "lock"
 JOURNAL = "journal"
+NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP, errno.ESPIPE)  # a link, socket, pipe
 _IOV_MAX = 512  # buffers of one system call; Linux and macOS take 1024
 
 
@@ -273,7 +274,9 @@ class PosixDisk:
             os.close(fd)
 
     def _open(self, path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        # nonblocking: a pipe in a file's place must not wait for its other end
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(path, flags, 0o600, dir_fd=self._fd)
 
     def _release_writers(self) -> None:
         while self._writers:

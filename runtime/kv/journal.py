@@ -29,6 +29,7 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from millpond.runtime.kv.disk import JOURNAL, Disk
+from millpond.runtime.kv.disk import JOURNAL, NO_FILE, Disk
 from millpond.runtime.kv.files import TEMP_SUFFIX
 
 MAGIC = b"millpond"
@@ -262,7 +263,9 @@ class Journal:
         head = memoryview(bytearray(HEAD_BYTES))
         try:
             count = self._disk.read_into(JOURNAL, 0, head)
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, *NO_FILE):
+                raise
             return b""
         found = bytes(head)
         return found if count == HEAD_BYTES and found.startswith(MAGIC) else b""

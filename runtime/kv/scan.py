@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from millpond.runtime.errors import BlockError
-from millpond.runtime.kv.disk import JOURNAL, LOCK, WRITERS, Disk, DiskEntry
+from millpond.runtime.kv.disk import JOURNAL, LOCK, NO_FILE, WRITERS, Disk, DiskEntry
 from millpond.runtime.kv.files import QUARANTINE, writer_of
 from millpond.runtime.kv.header import GROUP_NAME, PEEK_BYTES, SUFFIX, VERSION_FOLDER, Peek, peek
 from millpond.runtime.kv.index import FoundBlock, PrefixIndex
@@ -141,6 +141,11 @@ def _look(disk: Disk, folder: str, entry: DiskEntry, found: RootScan) -> None:
     try:
         count = disk.read_into(path, 0, start)
     except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
+        found.bad.append((path, BlockError("header: found a link, a pipe or a socket")))
         return
     try:
         head = peek(bytes(start[:count]))

@@ -218,6 +218,23 @@ def test_an_unwritable_root_says_so(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+async def test_a_pipe_or_a_link_in_a_files_place_is_one_miss(tmp_path: Path, make: Any) -> None:
+    root = opened(tmp_path)
+    blocks = await fill(root, 1)
+    root.close()
+    for victim in (tmp_path / blocks[-1].path, tmp_path / "journal"):
+        victim.unlink()
+        make(victim)
+    again = opened(tmp_path, "next")  # neither waits nor gives up the root
+    assert not again.problem and not found(tmp_path, blocks[-1].path.rpartition("/")[2])
+    assert verify(again, blocks) == len(blocks) - 1
+    again.close()
+    third = opened(tmp_path, "third")
+    assert verify(third, blocks) == len(blocks) - 1 and not third.problem
+    third.close()
+
+
 def test_a_new_root_is_private_and_an_old_folder_keeps_its_mode(tmp_path: Path) -> None:
     opened(tmp_path / "a" / "new").close()
     assert (tmp_path / "a" / "new").stat().st_mode & 0o777 == 0o700
