@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the simulation: plant bugs one at a time and see which seed catches each.
 
-    scripts/mutants.py                  # every bug, at most 1,000 worlds each
+    scripts/mutants.py                  # every bug, at most 2,500 worlds each
     scripts/mutants.py --only salt      # those whose name holds that word
     scripts/mutants.py --list
 
@@ -133,7 +133,7 @@ def show(name: str, verdict: Verdict) -> None:
 def main() -> int:
     """Read the arguments and do what they say."""
     parser = argparse.ArgumentParser(description="Plant bugs and see which seed catches them.")
-    parser.add_argument("--seeds", type=int, default=1000, help="worlds at most (default 1000)")
+    parser.add_argument("--seeds", type=int, default=2500, help="worlds at most (default 2500)")
     parser.add_argument("--first-seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--only", default="", help="bugs whose name holds this text")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one bug")

@@ -177,12 +177,6 @@ BUGS = (
         "if block.children is None:",
     ),
     one(
-        "the budget counts no reservations",
-        "runtime/kv/ledger.py",
-        "files = self.index.total_bytes + self.reserved_bytes + sum(self.doomed.values())",
-        "files = self.index.total_bytes + sum(self.doomed.values())",
-    ),
-    one(
         "the budget is checked without the new block",
         "runtime/kv/books.py",
         "            return self.ledger.used_bytes + size - self.bytes_max\n",
@@ -281,12 +275,6 @@ BUGS = (
         "                if message.request_id >= 0\n",
     ),
     one(
-        "a choice that failed after its first token begins again",
-        "actors/engine_batch.py",
-        "sequence.prefilled > sequence.cached or bool(sequence.completion)",
-        "sequence.prefilled > sequence.cached",
-    ),
-    one(
         "a live cache is forked where its window has moved on",
         "runtime/sharing.py",
         "    if not layout.sliding_groups:\n",
@@ -337,31 +325,10 @@ BUGS = (
         "",
     ),
     one(
-        "a file that could not be removed does not count",
-        "runtime/kv/books.py",
-        "doomed.update((path_of(block), block.bytes) for block in blocks)",
-        "doomed.update(())",
-    ),
-    one(
-        "a bad block is set aside before those behind it are removed",
-        "runtime/kv/root.py",
-        "                    self._books.remove(gone, records)  # what follows goes first\n",
-        "                    if bad is not None and verdict is not None:\n"
-        "                        self._books.set_aside(bad, verdict, records)\n"
-        "                        bad = None\n"
-        "                    self._books.remove(gone, records)\n",
-    ),
-    one(
         "a block does not know what follows it",
         "runtime/kv/index.py",
         "            adopt(above, block)\n",
         "            pass\n",
-    ),
-    one(
-        "a bad file stays in the index",
-        "actors/store_restore.py",
-        "        if failure.detail is None and not failure.gone:\n",
-        "        if failure.reason:\n",
     ),
     one(
         "another process never hears that a block went",
@@ -369,12 +336,6 @@ BUGS = (
         "                self.ledger.doomed.pop(path_of(block), None)\n"
         "            records.append(gone_record(block))\n",
         "                self.ledger.doomed.pop(path_of(block), None)\n",
-    ),
-    one(
-        "a draft that failed does not give its reservation back",
-        "runtime/kv/writing.py",
-        "            self._books.apply(release, records)\n",
-        "            records.append(release)\n",
     ),
     one(
         "a temporary that failed is left behind",

@@ -10,7 +10,9 @@ Every function blocks.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +104,8 @@ def import_prefix(root: SpillRoot, source: Path, fingerprint: bytes, guard: byte
     machine whose numbers may differ, (``corrupt``) if it is damaged; SpillFailed.
     """
     try:
+        if not stat.S_ISREG(source.stat().st_mode):
+            raise OSError(errno.EINVAL, "found no regular file")
         with source.open("rb") as file:
             manifest = _read_manifest(file)
             _check_identity(manifest, fingerprint, guard)
