@@ -8,7 +8,7 @@ can hold, which also makes room for duplicate, empty and broken vocabulary strin
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import sentencepiece
 from millpond.runtime.detokenizer import SPACE_MARK
@@ -16,6 +16,7 @@ from millpond.runtime.errors import TokenizerError
 from millpond.runtime.identity import Vocabulary
 from millpond.runtime.tokenizer_special import TokenKind
 
+_TAIL_BYTES = struct.calcsize("<cfcB")
 _TAIL = struct.Struct("<cfcB").pack
 _FLOAT32_MAX = 3.4028234663852886e38
 _MODEL_BPE = 2
@@ -69,9 +70,14 @@ def _serialised(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> bytes:
     """
     parts: list[bytes] = []
     byte_pieces = 0
+    heads: dict[int, bytes] = {}  # by length of the piece
     for piece, score, kind in _pieces(vocabulary, kinds):
-        body = b"\x0a%b%b%b" % (_varint(len(piece)), piece, _TAIL(b"\x15", score, b"\x18", kind))
-        parts += (b"\x0a", _varint(len(body)), body)
+        size = len(piece)
+        head = heads.get(size)
+        if head is None:
+            named = b"\x0a" + _varint(size)
+            head = heads[size] = b"\x0a" + _varint(len(named) + size + _TAIL_BYTES) + named
+        parts += (head, piece, _TAIL(b"\x15", score, b"\x18", kind))
         byte_pieces += kind == _PIECE_BYTE
     trainer = b"\x18" + _varint(_MODEL_BPE)
     if byte_pieces == 256:  # the library refuses byte fallback with fewer
@@ -82,8 +88,10 @@ def _serialised(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> bytes:
     return b"".join(parts)
 
 
-def _pieces(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> list[tuple[bytes, float, int]]:
-    """Return (text, score, type) of each piece; every text is unique and not empty.
+def _pieces(
+    vocabulary: Vocabulary, kinds: Sequence[TokenKind]
+) -> Iterator[tuple[bytes, float, int]]:
+    """Iterate over (text, score, type) of each piece; every text is unique and not empty.
 
     Of duplicate strings the last counts.  The library wants exactly one unknown piece: a vocabulary
     without one gets it after its last token, and that id is dropped again.
@@ -92,23 +100,21 @@ def _pieces(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> list[tuple[by
     is_text = _is_plain if _are_clean(vocabulary.tokens) else _is_text
     unknown = _unknown_id(vocabulary, kinds)
     normal, byte, unused = TokenKind.NORMAL, TokenKind.BYTE, TokenKind.UNUSED
-    pieces: list[tuple[bytes, float, int]] = []
     for index, (token, score, kind) in enumerate(
         zip(vocabulary.tokens, vocabulary.scores, kinds, strict=True)
     ):
         if index == unknown:
-            pieces.append((_name(index), score, _PIECE_UNKNOWN))
+            yield _name(index), score, _PIECE_UNKNOWN
         elif kind is byte and last[token] == index and token in _BYTE_NAMES:
-            pieces.append((token, score, _PIECE_BYTE))
+            yield token, score, _PIECE_BYTE
         elif kind is normal and last[token] == index and is_text(token):
-            pieces.append((token, score, _PIECE_NORMAL))
+            yield token, score, _PIECE_NORMAL
         elif kind is unused and last[token] == index and is_text(token):
-            pieces.append((token, score, _PIECE_UNUSED))
+            yield token, score, _PIECE_UNUSED
         else:
-            pieces.append((_name(index), score, _PIECE_CONTROL))
+            yield _name(index), score, _PIECE_CONTROL
     if unknown is None:
-        pieces.append((_name(len(pieces)), 0.0, _PIECE_UNKNOWN))
-    return pieces
+        yield _name(len(vocabulary.tokens)), 0.0, _PIECE_UNKNOWN
 
 
 def _unknown_id(vocabulary: Vocabulary, kinds: Sequence[TokenKind]) -> int | None:
@@ -160,13 +166,8 @@ def _name(index: int) -> bytes:
     return b"%b%d" % (_NAME, index)
 
 
-_SMALL = tuple(bytes((number,)) for number in range(0x80))
-
-
 def _varint(number: int) -> bytes:
     """Return a protobuf varint: seven bits a byte, low first, the top bit set but in the last."""
-    if number < 0x80:
-        return _SMALL[number]
     out = bytearray()
     while number >= 0x80:
         out.append(number & 0x7F | 0x80)
