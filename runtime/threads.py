@@ -9,6 +9,8 @@ Invariants
 (I3) After a stall or a death every call raises at once; nothing waits for that thread again.
 
 MLX keeps streams, compiled functions and random state per thread, hence one thread for all of it.
+It never gives a thread's streams back, nor the threads that compute for them, so an OS thread is
+used again by the next ``PinnedThread``: a process that swaps models all night does not grow.
 The thread is a daemon: a stuck call never keeps the process from exiting.
 """
 
@@ -86,7 +88,8 @@ class PinnedThread:
         self._open: set[_Ticket] = set()
         self._count = 0
         self._broken: EngineError | None = None
-        self._thread: threading.Thread | None = None
+        self._ends_well = False  # the context was left, and nothing was broken
+        self._thread: _Lane | None = None
         self._soon: Callable[..., Any] | None = None
 
     def __repr__(self) -> str:
@@ -98,8 +101,8 @@ class PinnedThread:
         native: Any = current_token().native_token
         self._soon = getattr(native, "run_sync_soon", None) or native.call_soon_threadsafe
         self._exited = Event()
-        self._thread = threading.Thread(target=self._main, name=self.name, daemon=True)
-        self._thread.start()
+        self._thread = _Lane.named(self.name)
+        self._thread.begin(self._main)
         return self
 
     async def __aexit__(
@@ -110,6 +113,7 @@ class PinnedThread:
     ) -> None:
         """Let the thread finish what it runs, for ``close_s`` at most, and end it."""
         was_broken = self._broken is not None
+        self._ends_well = not was_broken
         self._broken = self._broken or RuntimeClosed(f"{self.name}: the thread is closed")
         self._requests.put(None)
         if not was_broken and self._exited is not None:
@@ -185,6 +189,8 @@ class PinnedThread:
                     self._run(ticket)
                     ticket = None
         finally:
+            if self._thread is not None and self._ends_well:
+                self._thread.spare()
             self._post(None)
 
     def _run(self, ticket: _Ticket) -> None:
@@ -214,6 +220,52 @@ class PinnedThread:
                 ticket.done.set()
             elif self._exited is not None:
                 self._exited.set()
+
+
+class _Lane(threading.Thread):
+    """An OS thread that runs the mains of one ``PinnedThread`` after another."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._mains: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stays = False  # this thread's own
+
+    @classmethod
+    def named(cls, name: str) -> _Lane:
+        """Return a spare one, or a new one, under that name."""
+        while _SPARES:
+            try:
+                lane = _SPARES.pop()
+            except IndexError:  # another loop's thread took the last
+                break
+            if lane.is_alive():  # after a fork the child has none of them
+                lane.name = name
+                return lane
+        lane = cls()
+        lane.name = name
+        lane.start()
+        return lane
+
+    def begin(self, main: Callable[[], None]) -> None:
+        """Run ``main`` there; once after ``named``."""
+        self._mains.put(main)
+
+    def spare(self) -> None:
+        """Stay for another main, if few do; from within one, as it ends."""
+        if len(_SPARES) < SPARES_MAX:
+            self._stays = True
+            _SPARES.append(self)
+
+    def run(self) -> None:
+        """See ``threading.Thread``."""
+        goes_on = True
+        while goes_on:
+            self._mains.get()()
+            goes_on, self._stays = self._stays, False
+
+
+SPARES_MAX = 16  # idle threads of a process; a runtime needs about six
+_SPARES: list[_Lane] = []  # mutable state; taken and given from any thread
 
 
 def _nothing() -> None:

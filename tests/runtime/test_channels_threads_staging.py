@@ -131,6 +131,27 @@ async def test_a_thread_that_vanishes_is_noticed() -> None:
         await thread.call(lambda: None)
 
 
+async def test_an_os_thread_is_used_again_and_a_broken_one_is_not() -> None:
+    async with PinnedThread("first") as thread:
+        own = await thread.call(threading.current_thread)
+    async with PinnedThread("second") as thread:
+        again = await thread.call(threading.current_thread)
+        assert again is own
+        assert again.name == "second"
+    gate = threading.Event()
+    try:
+        async with PinnedThread("third") as thread:
+            stuck = await thread.call(threading.current_thread)
+            with pytest.raises(EngineStalled):
+                await thread.call(lambda: gate.wait(10), stall_s=0.02)
+    finally:
+        gate.set()
+    async with PinnedThread("fourth") as thread:
+        assert await thread.call(threading.current_thread) is not stuck
+    stuck.join(10)
+    assert not stuck.is_alive()
+
+
 async def test_a_closed_thread_refuses_calls() -> None:
     async with PinnedThread("worker") as thread:
         pass
