@@ -96,6 +96,13 @@ class Engine:
             shared_tokens=batch.sharing.shared_tokens,
         )
 
+    def mark(self, request_id: int) -> tuple[int, ...]:
+        """Return numbers that change as a request goes on here; none while it is not here."""
+        found = self._batch.running.get(request_id)
+        if found is None:
+            return (0,) if request_id in self._batch.waiting else ()
+        return (1, found.prefilled, len(found.completion))
+
     # -- admissions
 
     async def _receive(self, admissions: Inbox[ToEngine], tokens: Outbox[ToGateway]) -> None:

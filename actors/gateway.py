@@ -48,6 +48,7 @@ from millpond.runtime.errors import (
     DeadlineExceeded,
     EngineDied,
     EngineError,
+    MillpondError,
     QueueFull,
     RuntimeClosed,
 )
@@ -145,6 +146,29 @@ class Gateway:
             request.fail(RuntimeClosed("the runtime is closing"))
             self._leave(request)
         self._change()
+
+    def stop(self, error: EngineError) -> None:
+        """Serve no more: whatever waits fails now, and so does what comes."""
+        self._stopped = error
+        for request in self._requests.values():
+            request.fail(error)
+            self._leave(request)
+        self._change()
+
+    def fail(self, request_id: int, error: MillpondError) -> None:
+        """End one request with an error, and leave it."""
+        request = self._requests[request_id]
+        request.fail(error)
+        self._leave(request)
+
+    @property
+    def problem(self) -> str:
+        """Why it serves no more, ``""`` while it does."""
+        return str(self._stopped) if self._stopped is not None else ""
+
+    def marks(self) -> dict[int, int]:
+        """Return the requests that have not ended: id → tokens so far."""
+        return {one.id: len(one.token_ids) for one in self._requests.values()}
 
     def statistics(self) -> GatewayStatistics:
         """Return the gateway's figures."""
@@ -262,17 +286,9 @@ class Gateway:
                     self.load_ms = message.load_ms
                     self._ready.set()
                 case Stopped():
-                    self._stop(engine_error(message.error_type, message.error))
+                    self.stop(engine_error(message.error_type, message.error))
                 case _:
                     assert_never(message)
-
-    def _stop(self, error: EngineError) -> None:
-        """The engine serves no more: whatever waits for it fails now."""
-        self._stopped = error
-        for request in self._requests.values():
-            request.fail(error)
-            self._leave(request)
-        self._change()
 
     def _change(self) -> None:
         self._changed.set()

@@ -123,16 +123,7 @@ def prepare(parts: GatewayParts, prompt: Prompt, sampling: SamplingParams) -> Su
     if sampling.json_schema:
         parts.check_schema(sampling.json_schema)
     ids = _token_ids(parts, prompt.content)
-    if len(ids) >= parts.context_tokens:
-        raise ContextExceeded(
-            f"prompt: found {len(ids)} tokens, expected at most {parts.context_tokens - 1} "
-            f"in a context of {parts.context_tokens}"
-        )
-    if parts.memory_tokens is not None and len(ids) >= parts.memory_tokens:
-        raise KvMemoryExceeded(
-            f"prompt: found {len(ids)} tokens, expected at most {parts.memory_tokens - 1}: the "
-            f"memory for live caches holds {parts.memory_tokens} of one request"
-        )
+    _check_length(parts, len(ids))
     packed = pack_tokens(ids)
     root = chain_root(parts.fingerprint, parts.guard, parts.reuse, prompt.salt)
     return Submit(
@@ -145,6 +136,20 @@ def prepare(parts: GatewayParts, prompt: Prompt, sampling: SamplingParams) -> Su
         priority=prompt.priority,
         pin_s=float(prompt.pin) if prompt.pin is not None else None,
     )
+
+
+def _check_length(parts: GatewayParts, tokens: int) -> None:
+    """Raise ContextExceeded or KvMemoryExceeded."""
+    if tokens >= parts.context_tokens:
+        raise ContextExceeded(
+            f"prompt: found {tokens} tokens, expected at most {parts.context_tokens - 1} "
+            f"in a context of {parts.context_tokens}"
+        )
+    if parts.memory_tokens is not None and tokens >= parts.memory_tokens:
+        raise KvMemoryExceeded(
+            f"prompt: found {tokens} tokens, expected at most {parts.memory_tokens - 1}: the "
+            f"memory for live caches holds {parts.memory_tokens} of one request"
+        )
 
 
 def _is_text(value: str) -> bool:
@@ -169,6 +174,7 @@ def _token_ids(parts: GatewayParts, content: str | Ordered[int]) -> Ordered[int]
     if not len(ids):
         raise EmptyPrompt("prompt: found no token, expected at least one")
     size = parts.tokenizer.vocab_size
+    _check_length(parts, len(ids))  # before each of them is looked at: there may be a million
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < size:
             raise InvalidParameter(

@@ -113,6 +113,13 @@ class Store:
             pin_problem=self._pins.problem,
         )
 
+    def mark(self, request_id: int) -> tuple[int, ...]:
+        """Return numbers that change as a request goes on here; none while it is not here."""
+        found = self._requests.get(request_id)
+        if found is None:
+            return ()
+        return (int(found.turn.is_set()), int(found.restore_turn.is_set()))
+
     # -- submissions
 
     async def _admit_all(self, submissions: Inbox[ToStore], admissions: Outbox[ToEngine]) -> None:

@@ -5,10 +5,13 @@ Invariants
 (I1) A cancelled body does not cut the actors off: they run shielded, and a closing house drains
      along its arrows within ``drain_s``; then whatever still runs is cancelled.
 (I2) An actor that fails takes the others down at once; its error, not a group of one, leaves.
+(I3) No request stands still in silence: what a watch finds stuck is logged with the state of the
+     house, and ended with an error.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,14 +23,22 @@ from anyio import (
     ClosedResourceError,
     Event,
     create_task_group,
+    current_time,
     move_on_after,
+    sleep,
 )
 from anyio.abc import TaskGroup
 from millpond.actors.engine import Engine
 from millpond.actors.gateway import Gateway
+from millpond.actors.watch import Seen, Watch
 from millpond.codecs.messages import Offer, ToEngine, ToGateway, ToStore, Weights
 from millpond.runtime.channels import ChannelStatistics, Inbox, Outbox, Tap, channel
 from millpond.runtime.config import Limits
+from millpond.runtime.errors import HouseStuck, RequestFailed
+from millpond.runtime.staging import StagingPool
+from millpond.runtime.threads import PinnedThread
+
+_log = logging.getLogger(__name__)
 
 
 class StoreActor(Protocol):
@@ -41,6 +52,9 @@ class StoreActor(Protocol):
     ) -> None:
         """Serve until the submissions and the offers end."""
 
+    def mark(self, request_id: int) -> tuple[int, ...]:
+        """Return numbers that change as a request goes on here; none while it is not here."""
+
 
 class LoaderActor(Protocol):
     """What a house needs of its loader."""
@@ -51,7 +65,12 @@ class LoaderActor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HouseParts:
-    """The actors of one house and its bounds; ``tap`` sees every encoded message."""
+    """The actors of one house and its bounds.
+
+    tap      sees every encoded message
+    threads  all that the house calls; with them it is watched (I3)
+    pools    told of when something is stuck
+    """
 
     gateway: Gateway
     store: StoreActor
@@ -59,6 +78,8 @@ class HouseParts:
     loader: LoaderActor
     limits: Limits
     tap: Tap | None = None
+    threads: tuple[PinnedThread, ...] = ()
+    pools: tuple[StagingPool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +146,21 @@ async def open_house(parts: HouseParts) -> AsyncIterator[House]:
     """
     arrows = _Arrows(parts.limits, parts.tap)
     body_error: BaseException | None = None
+    watching = CancelScope()
     try:
         async with create_task_group() as group:
             actors = _Actors(group)
             _start(actors, parts, arrows)
             try:
                 await parts.gateway.wait_ready()
+                if parts.threads and parts.limits.stuck_s:
+                    group.start_soon(_watch, parts, arrows, watching)
                 yield House(parts.gateway, arrows.statistics)
             except BaseException as error:
                 body_error = error
                 raise
             finally:
+                watching.cancel()
                 parts.gateway.close()
                 with move_on_after(parts.limits.drain_s, shield=True):
                     await actors.ended.wait()
@@ -161,6 +186,49 @@ def _start(actors: _Actors, parts: HouseParts, arrows: _Arrows) -> None:
 
     for run in (gateway, store, engine, loader):
         actors.start(run)
+
+
+async def _watch(parts: HouseParts, arrows: _Arrows, watching: CancelScope) -> None:
+    """Look at a house now and then, and end what is stuck (I3)."""
+    watch = Watch(parts.limits.stuck_s)
+    with watching:
+        while True:
+            await sleep(watch.every_s)
+            stuck = watch.look(current_time(), _seen(parts, arrows))
+            for request_id in stuck.requests:
+                _log.error("request %d is stuck: %s", request_id, _state(parts, arrows))
+                told = f"found no progress for {parts.limits.stuck_s:g} s and more"
+                parts.gateway.fail(request_id, RequestFailed(told, request_id))
+            if stuck.house:
+                _log.error("the house is stuck: %s", _state(parts, arrows))
+                told = f"nothing happened for {parts.limits.stuck_s:g} s; the log has its state"
+                parts.gateway.stop(HouseStuck(told))
+                return
+
+
+def _seen(parts: HouseParts, arrows: _Arrows) -> Seen:
+    threads = [one.statistics() for one in parts.threads]
+    sent = sum(one.sent for one in arrows.statistics())
+    marks = parts.gateway.marks()
+    return Seen(
+        moves=sent + sum(one.finished for one in threads),
+        is_busy=any(one.waiting for one in threads),
+        next_id=parts.gateway.statistics().submitted,
+        requests={
+            one: (tokens, *parts.store.mark(one), *parts.engine.mark(one))
+            for one, tokens in marks.items()
+        },
+    )
+
+
+def _state(parts: HouseParts, arrows: _Arrows) -> str:
+    """Return the state of a house for its log: figures and places, no text of anybody's."""
+    arrows_in = ", ".join(f"{one.name} {one.waiting}" for one in arrows.statistics())
+    requests = dict(_seen(parts, arrows).requests)
+    return (
+        f"{parts.gateway!r}, {parts.store!r}, {parts.engine!r}; waiting in arrows: {arrows_in}; "
+        f"{', '.join(map(repr, (*parts.pools, *parts.threads)))}; requests {requests}"
+    )
 
 
 def _cause(raised: BaseExceptionGroup, body_error: BaseException | None) -> BaseException:

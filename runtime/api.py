@@ -125,6 +125,11 @@ class Runtime:
         """Jinja text of the chat template in use, ``""`` for none."""
         return self._chats.source
 
+    @property
+    def problem(self) -> str:
+        """Why no request is served, ``""`` while they are."""
+        return self._built.engine.statistics().problem or self._built.gateway.problem
+
     @asynccontextmanager
     async def stream(
         self,
@@ -243,7 +248,7 @@ class Runtime:
         """Return what works."""
         built = self._built
         return Health(
-            built.engine.statistics().problem,
+            self.problem,
             self.spill_report().problem,
             compute_problem(built.identity.numerics, built.config),
         )

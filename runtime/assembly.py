@@ -74,6 +74,8 @@ class Built:
             engine=self.engine,
             loader=self.loader,
             limits=self.config.limits,
+            threads=(*self.threads.all(), *self.shared.readers, self.shared.writer),
+            pools=self.pools,
         )
 
 

@@ -41,6 +41,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     disk_stall_s          a file operation longer than this latches spilling off
     read_stall_s          reading a weight slot's worth of a file longer than this fails a load
     drain_s               time that a closing house gets to write what was offered
+    stuck_s               a request that stands still so long, with nothing to wait for, is ended;
+                          longer than any turn of the loop, shorter than a user's patience; 0: never
     quarantine_bytes_max  bytes that bad files may keep for inspection
     free_bytes_min        free space of the file system that spilling never takes
     """
@@ -63,6 +65,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     disk_stall_s: float = 60.0
     read_stall_s: float = 120.0
     drain_s: float = 30.0
+    stuck_s: float = 60.0
     quarantine_bytes_max: int = 256 * MIB
     free_bytes_min: int = 512 * MIB
 

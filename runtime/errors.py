@@ -13,7 +13,7 @@ MillpondError
 │  ├─ ModelNotFound · ModelUnreadable · UnsupportedModel · TokenizerError · ChatTemplateError
 │  ├─ ModelUnavailable · ModelTooLarge
 └─ EngineError            the pinned thread is gone: fails its pending requests, health is red
-   ├─ EngineStalled · EngineDied · RuntimeClosed
+   ├─ EngineStalled · EngineDied · HouseStuck · RuntimeClosed
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "EngineError",
     "EngineStalled",
     "GgufError",
+    "HouseStuck",
     "InvalidParameter",
     "KvMemoryExceeded",
     "KvRangeError",
@@ -180,6 +181,10 @@ class EngineStalled(EngineError):
 
 class EngineDied(EngineError):
     """The thread ended with an exception or vanished."""
+
+
+class HouseStuck(EngineError):
+    """Nothing happens in a house although requests are in it: a mistake of ours; it is closed."""
 
 
 class RuntimeClosed(EngineError):

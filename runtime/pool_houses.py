@@ -131,7 +131,7 @@ class Houses:
     def _is_usable(self, slot: Slot) -> bool:
         if slot.model is None or slot.leaving:
             return False
-        if slot.model.figures().problem:
+        if slot.model.problem:
             self.dismiss(slot)  # a dead engine serves nobody; another house may
             return False
         return True

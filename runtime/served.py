@@ -20,6 +20,7 @@ from millpond.runtime.results import Completion, StreamedToken
 
 if TYPE_CHECKING:
     from millpond.runtime.api import Runtime
+    from millpond.runtime.tokenizer import Tokenizer
 
 __all__ = [
     "Ask",
@@ -76,6 +77,7 @@ class ServedModel(Protocol):
     template         Jinja source of the chat template, ``""`` for none
     can_pin          whether ``Ask.pin`` is honoured
     can_guide        whether ``SamplingParams.json_schema`` is
+    problem          why it serves no request, ``""`` while it does
     """
 
     @property
@@ -90,6 +92,8 @@ class ServedModel(Protocol):
     def can_guide(self) -> bool: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def problem(self) -> str: ...
 
     def stream(self, ask: Ask) -> AbstractAsyncContextManager[Sequence[Reading]]:
         """Submit; one reading for each answer.  Leaving the block early cancels them.
@@ -136,6 +140,15 @@ async def serve_runtime(runtime: Runtime, encoders: CapacityLimiter) -> RuntimeM
     return RuntimeModel(runtime, encoders, max(1, longest))
 
 
+def _decoded(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    for token_id in token_ids:
+        if not 0 <= token_id < tokenizer.vocab_size:
+            raise InvalidParameter(
+                f"tokens: found {token_id}, expected ids from 0 to {tokenizer.vocab_size - 1}"
+            )
+    return tokenizer.decode(token_ids)
+
+
 class RuntimeModel:
     """A ``Runtime`` as a ServedModel; made by ``serve_runtime``."""
 
@@ -157,6 +170,11 @@ class RuntimeModel:
 
     def __repr__(self) -> str:
         return f"<RuntimeModel {self._runtime!r}>"
+
+    @property
+    def problem(self) -> str:
+        """Why it serves no request, ``""`` while it does."""
+        return self._runtime.problem
 
     def stream(self, ask: Ask) -> AbstractAsyncContextManager[Sequence[Reading]]:
         """Submit; leaving the block early cancels.  Raises as ``Runtime.stream_choices`` does."""
@@ -189,13 +207,7 @@ class RuntimeModel:
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, on a thread; raises InvalidParameter for one there is not."""
-        tokenizer = self._runtime.tokenizer
-        for token_id in token_ids:
-            if not 0 <= token_id < tokenizer.vocab_size:
-                raise InvalidParameter(
-                    f"tokens: found {token_id}, expected ids from 0 to {tokenizer.vocab_size - 1}"
-                )
-        return await self._call(partial(tokenizer.decode, token_ids))
+        return await self._call(partial(_decoded, self._runtime.tokenizer, token_ids))
 
     def special_text(self, token_id: int) -> str:
         """Return the name of a control token, ``""`` for any other."""

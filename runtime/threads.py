@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,12 +46,16 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ThreadStatistics:
-    """One thread: calls finished, calls waiting, and why it serves no more (empty if it does)."""
+    """One thread: calls finished, calls waiting, and why it serves no more (empty if it does).
+
+    busy_s  for how long the call under way runs; 0 if none does
+    """
 
     name: str
     finished: int
     waiting: int
     broken: str
+    busy_s: float = 0.0
 
 
 class _Ticket:
@@ -90,6 +95,7 @@ class PinnedThread:
         self._broken: EngineError | None = None
         self._ends_well = False  # the context was left, and nothing was broken
         self._thread: _Lane | None = None
+        self._began_s: float | None = None  # written by the thread
         self._soon: Callable[..., Any] | None = None
 
     def __repr__(self) -> str:
@@ -143,7 +149,9 @@ class PinnedThread:
     def statistics(self) -> ThreadStatistics:
         """Return the thread's figures."""
         broken = str(self._broken) if self._broken is not None else ""
-        return ThreadStatistics(self.name, self._count, len(self._open), broken)
+        began_s = self._began_s
+        busy_s = 0.0 if began_s is None else time.monotonic() - began_s
+        return ThreadStatistics(self.name, self._count, len(self._open), broken, busy_s)
 
     async def _answer(self, ticket: _Ticket, stall_s: float | None) -> None:
         try:
@@ -194,11 +202,13 @@ class PinnedThread:
             self._post(None)
 
     def _run(self, ticket: _Ticket) -> None:
+        self._began_s = time.monotonic()
         try:
             ticket.result = ticket.function()
         except BaseException as error:  # whatever it is, it belongs to the caller
             ticket.error = error
         ticket.function = _nothing  # drop what it refers to here, on this thread
+        self._began_s = None
         self._post(ticket)
 
     def _post(self, ticket: _Ticket | None) -> None:

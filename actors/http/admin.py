@@ -6,13 +6,14 @@ from dataclasses import asdict
 
 import msgspec
 from millpond.actors.http.answering import Services
-from millpond.actors.http.bodies import LoadBody, parse
+from millpond.actors.http.bodies import LoadBody
+from millpond.actors.http.body_reading import read_as
 from millpond.actors.http.exchange import Exchange
 
 
 async def load_model(exchange: Exchange, services: Services) -> None:
     """Load a model and wait for it; raises as ``ModelPool.acquire`` does."""
-    body = parse(await exchange.read_body(), LoadBody)
+    body = await read_as(exchange, LoadBody, services.readers)
     name = exchange.record.model = await services.pool.resolve(body.model)
 
     async def work() -> None:
@@ -26,7 +27,7 @@ async def load_model(exchange: Exchange, services: Services) -> None:
 
 async def unload_model(exchange: Exchange, services: Services) -> None:
     """Let a model's requests finish, close it, and wait for that."""
-    body = parse(await exchange.read_body(), LoadBody)
+    body = await read_as(exchange, LoadBody, services.readers)
     name = exchange.record.model = await services.pool.resolve(body.model)
     found: list[bool] = []
 

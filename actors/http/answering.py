@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from anyio import CapacityLimiter
 from millpond.actors.http.board import Board
 from millpond.actors.http.exchange import EventStream, Exchange
 from millpond.actors.http.generation import Choice, run_choices
@@ -20,11 +21,15 @@ from millpond.runtime.served import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What every endpoint works with."""
+    """What every endpoint works with.
+
+    readers  bounds the threads that read long bodies
+    """
 
     pool: ModelPool
     settings: HttpSettings
     board: Board
+    readers: CapacityLimiter
 
 
 class Answer(Protocol):

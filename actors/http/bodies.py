@@ -1,16 +1,10 @@
-"""Bodies of requests: JSON bytes → checked structs, with OpenAI's kind of error for what is wrong.
-
-A field that is null counts as absent.  A field that OpenAI knows and that changes the answer is
-refused unless it can be honoured; one that changes nothing here is ignored; any other is unknown.
-"""
+"""What the bodies of requests hold, and the fields that are ignored or refused."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
-from millpond.actors.http.problems import ApiError, unsupported
 from millpond.codecs.choices import PinSeconds
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -149,7 +143,7 @@ class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Fields that change nothing here, whatever they say.
-_IGNORED = frozenset(
+IGNORED = frozenset(
     (
         "user",
         "metadata",
@@ -169,7 +163,7 @@ _IGNORED = frozenset(
     )
 )
 # Fields that OpenAI or Anthropic know, and the values with which they ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -182,51 +176,3 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
 }
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-BodyKind = TypeVar("BodyKind", bound=msgspec.Struct)
-
-
-def parse(data: bytes, kind: type[BodyKind]) -> BodyKind:
-    """Return the body; raises ApiError 400 that names the field.
-
-    It runs on the event loop, as decoding holds the interpreter's lock wherever it runs; what
-    ``Exchange.read_body`` lets through takes some ten milliseconds at most.
-    """
-    try:
-        found = _FIELDS.decode(data)
-        given = {name: raw for name, raw in found.items() if bytes(raw) != b"null"}
-        for name in given.keys() - frozenset(kind.__struct_encode_fields__):
-            _check_unknown(name, given.pop(name))
-        parts = (b"%s:%s" % (msgspec.json.encode(name), raw) for name, raw in given.items())
-        return msgspec.json.decode(b"{%s}" % b",".join(parts), type=kind)
-    except msgspec.ValidationError as error:
-        if str(error).startswith("Expected `object`, got") and "$" not in str(error):
-            raise ApiError(400, "invalid_json", "the body is no JSON object") from None
-        raise _invalid(str(error)) from None
-    except RecursionError:
-        raise ApiError(400, "invalid_json", "the body is nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, "invalid_json", f"the body is no JSON: {error}") from None
-
-
-def _check_unknown(name: str, raw: msgspec.Raw) -> None:
-    if name in _IGNORED:
-        return
-    if name not in _NEUTRAL:
-        raise ApiError(400, "unknown_parameter", f"{name:.80}: no such parameter", f"{name:.80}")
-    if msgspec.json.decode(raw) not in _NEUTRAL[name]:
-        raise unsupported(name)
-
-
-def _invalid(message: str) -> ApiError:
-    """Name the field: ``Expected … - at `$.stop[0]``` → ``stop[0]: expected …``."""
-    match = re.fullmatch(r"(?P<fault>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", message, re.S)
-    assert match is not None, "the path is optional"
-    fault, path = match["fault"], match["path"]
-    missing = re.fullmatch(r"Object missing required field `(\w+)`", fault)
-    if missing is not None:
-        path = f"{path}.{missing[1]}" if path else missing[1]
-        return ApiError(400, "missing_parameter", f"{path}: it is required", path)
-    code = "invalid_type" if re.search(r", got `\w+`$", fault) else "invalid_value"
-    text = fault[:1].lower() + fault[1:]
-    return ApiError(400, code, f"{path}: {text}" if path else text, path or None)

@@ -7,7 +7,8 @@ from typing import Any
 
 from millpond.actors.http import forms
 from millpond.actors.http.answering import Job, Services, answer
-from millpond.actors.http.bodies import ChatBody, parse
+from millpond.actors.http.bodies import ChatBody
+from millpond.actors.http.body_reading import read_as
 from millpond.actors.http.chat_input import checked_tools, messages_for, wants_tools
 from millpond.actors.http.exchange import Exchange
 from millpond.actors.http.formats import schema_of
@@ -24,7 +25,7 @@ from millpond.runtime.served import ServedModel
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer; raises as ``answering.answer`` does."""
-    body = parse(await exchange.read_body(), ChatBody)
+    body = await read_as(exchange, ChatBody, services.readers)
     limit = services.settings.choices_max
     if body.n > limit:
         raise invalid("n", f"n: found {body.n}, expected at most {limit}")

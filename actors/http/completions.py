@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from millpond.actors.http import forms
 from millpond.actors.http.answering import Job, Services, answer
-from millpond.actors.http.bodies import CompletionBody, parse
+from millpond.actors.http.bodies import CompletionBody
+from millpond.actors.http.body_reading import read_as
 from millpond.actors.http.exchange import Exchange
 from millpond.actors.http.generation import Choice
 from millpond.actors.http.logprobs import Logprobs
@@ -23,7 +25,7 @@ MAX_TOKENS_DEFAULT = 16
 
 async def completions(exchange: Exchange, services: Services) -> None:
     """Answer; raises as ``answering.answer`` does."""
-    body = parse(await exchange.read_body(), CompletionBody)
+    body = await read_as(exchange, CompletionBody, services.readers)
     prompts = prompts_of(body.prompt)
     count = len(prompts) * body.n
     limit = services.settings.choices_max
@@ -48,9 +50,9 @@ async def completions(exchange: Exchange, services: Services) -> None:
     )
 
 
-def prompts_of(found: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Return the prompts: texts, or lists of token ids.  Raises ApiError 400."""
-    if isinstance(found, str):
+def prompts_of(found: str | Sequence[Any]) -> list[str | Sequence[int]]:
+    """Return the prompts: texts, or lists or arrays of token ids.  Raises ApiError 400."""
+    if isinstance(found, str | array):
         return [found]
     if not found:
         raise invalid("prompt", "prompt: found an empty list, expected at least one prompt")

@@ -12,9 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import anyio
-import anyio.to_thread
 from anyio import CancelScope, Lock, create_task_group, current_time, move_on_after
-from millpond.actors.http.body_values import check_values
 from millpond.actors.http.problems import ApiError, Form, from_error
 from millpond.actors.http.record import RequestRecord
 from millpond.actors.http.settings import HttpSettings
@@ -25,8 +23,6 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 GONE = 499
-SMALL_BYTES = 2**16
-"""A body up to this cannot hold enough values to matter."""
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -89,8 +85,6 @@ class Exchange:
             raise ApiError(
                 408, "body_timeout", f"the body took longer than {self.settings.body_s:g} s"
             )
-        if size > SMALL_BYTES:
-            await anyio.to_thread.run_sync(check_values, b"".join(parts))
         return b"".join(parts)
 
     # -- work for the client

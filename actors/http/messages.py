@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from millpond.actors.http import forms
 from millpond.actors.http.answering import Job, Services, answer
-from millpond.actors.http.bodies import CountBody, MessagesBody, parse
+from millpond.actors.http.bodies import CountBody, MessagesBody
+from millpond.actors.http.body_reading import read_as
 from millpond.actors.http.chat import turn_reader
 from millpond.actors.http.chat_input import messages_for
 from millpond.actors.http.exchange import Exchange, data_event
@@ -26,7 +27,7 @@ from millpond.runtime.served import ServedModel
 
 async def messages(exchange: Exchange, services: Services) -> None:
     """Answer; raises as ``answering.answer`` does."""
-    body = parse(await exchange.read_body(), MessagesBody)
+    body = await read_as(exchange, MessagesBody, services.readers)
     tools = openai_tools(body.tools, body.tool_choice, services.settings.tools_max)
     found = openai_messages(body.system, body.messages)
     schema = anthropic_schema_of(body.output_format, body.output_config, bool(tools))
@@ -58,7 +59,7 @@ async def messages(exchange: Exchange, services: Services) -> None:
 
 async def count_tokens(exchange: Exchange, services: Services) -> None:
     """Answer with the count of a chat's tokens."""
-    body = parse(await exchange.read_body(), CountBody)
+    body = await read_as(exchange, CountBody, services.readers)
     tools = openai_tools(body.tools, body.tool_choice, services.settings.tools_max)
     found = openai_messages(body.system, body.messages)
     exchange.record.model = await services.pool.resolve(body.model)

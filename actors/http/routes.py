@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+from anyio import CapacityLimiter
 from millpond.actors.http.admin import cache_figures, load_model, unload_model
 from millpond.actors.http.answering import Services
 from millpond.actors.http.board import Board
@@ -95,4 +96,5 @@ def _routing_error(error: HTTPException, exchange: Exchange) -> ApiError:
 
 def make_services(pool: ModelPool, settings: HttpSettings) -> Services:
     """Return what the endpoints work with."""
-    return Services(pool, settings, Board(pool, settings))
+    readers = CapacityLimiter(settings.readers_max)
+    return Services(pool, settings, Board(pool, settings), readers)

@@ -6,6 +6,7 @@ without a change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -55,7 +56,9 @@ def sampling_of(body: TextBody, max_tokens: int, schema: str = "") -> SamplingPa
     return checked_sampling(fields)
 
 
-def ask_of(body: TextBody | MessagesBody, prompt: str | list[int], sampling: SamplingParams) -> Ask:
+def ask_of(
+    body: TextBody | MessagesBody, prompt: str | Sequence[int], sampling: SamplingParams
+) -> Ask:
     """Return what a body asks of the model for one prompt."""
     return Ask(
         prompt=prompt,

@@ -28,6 +28,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     tools_max         tools of one call; agents come to some hundreds
     token_ids_max     ids of one ``/detokenize``
     encoders_max      chats and texts that are tokenised at once, each on a thread
+    readers_max       long bodies that are read at once, each on a thread; more would only wait for
+                      each other
     retry_after_s     what a refused client is told to wait
     history_requests  finished requests that the status page looks back on
     watchers_max      status pages that follow live at once
@@ -52,6 +54,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     tools_max: int = 512
     token_ids_max: int = 2**20
     encoders_max: int = 2
+    readers_max: int = 1
     retry_after_s: int = 2
     history_requests: int = 512
     watchers_max: int = 16

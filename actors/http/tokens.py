@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 from millpond.actors.http.answering import Services
-from millpond.actors.http.bodies import DetokenizeBody, TokenizeBody, parse
+from millpond.actors.http.bodies import DetokenizeBody, TokenizeBody
+from millpond.actors.http.body_reading import read_as
 from millpond.actors.http.chat_input import checked_tools, messages_for
 from millpond.actors.http.exchange import Exchange
 from millpond.actors.http.problems import invalid
@@ -14,7 +15,7 @@ from millpond.runtime.served import ServedModel
 
 async def tokenize(exchange: Exchange, services: Services) -> None:
     """Answer with ids, their count and the model's context; raises ApiError and MillpondError."""
-    body = parse(await exchange.read_body(), TokenizeBody)
+    body = await read_as(exchange, TokenizeBody, services.readers)
     tools = checked_tools(body.tools, services.settings.tools_max)
     given = [one for one in (body.prompt, body.content, body.messages) if one is not None]
     if len(given) != 1:
@@ -40,7 +41,7 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
 
 async def detokenize(exchange: Exchange, services: Services) -> None:
     """Answer with the text of ids, under both names that servers give it."""
-    body = parse(await exchange.read_body(), DetokenizeBody)
+    body = await read_as(exchange, DetokenizeBody, services.readers)
     limit = services.settings.token_ids_max
     if len(body.tokens) > limit:
         raise invalid("tokens", f"tokens: found {len(body.tokens)}, expected at most {limit}")
