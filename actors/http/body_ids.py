@@ -46,7 +46,9 @@ class Taken:
 
 def take_lists(data: bytes) -> Taken:
     """Take long lists of ids out of JSON; what only looks like one stays."""
-    parts, lists, end = [], {}, 0
+    parts: list[bytes] = []
+    lists: dict[int, array[int]] = {}
+    end = 0
     for start, stop in _long_lists(data):
         ids = ids_of(data[start:stop])
         if ids is None:

@@ -81,10 +81,10 @@ class Connection:
         try:
             async with create_task_group() as group:
                 protocol: Any = Protocol(
-                    self._app,  # type: ignore[arg-type]
+                    self._app,
                     self._config,
-                    self._context,  # type: ignore[arg-type]
-                    Tasks(group),  # type: ignore[arg-type]
+                    self._context,
+                    Tasks(group),
                     ConnectionState({}),
                     False,
                     None,
