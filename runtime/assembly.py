@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +16,7 @@ from millpond.actors.engine import Engine, EngineParts
 from millpond.actors.gateway import Gateway, GatewayParts
 from millpond.actors.loader import Loader
 from millpond.actors.store import Store, StoreParts
-from millpond.actors.supervisor import HouseParts
+from millpond.actors.supervisor import HouseParts, LoaderActor
 from millpond.codecs.fingerprint import NumericsIdentity
 from millpond.runtime.chat_encoder import ChatEncoder, read_template
 from millpond.runtime.config import Limits, RuntimeConfig, parse_bytes
@@ -31,7 +32,7 @@ from millpond.runtime.shared import Shared
 from millpond.runtime.staging import StagingPool
 from millpond.runtime.steps import Runner
 from millpond.runtime.tensor_digest import digesting
-from millpond.runtime.threads import PinnedThread
+from millpond.runtime.threads import Thread
 from millpond.runtime.tokenizer import Tokenizer, make_tokenizer
 from millpond.runtime.vocabulary import read_vocabulary
 
@@ -42,12 +43,37 @@ READ_BYTES_PER_S_MIN = 10e6  # a file that is read slower counts as stuck
 class Threads:
     """The threads of one house: MLX on one, files, tokens and hashes on the other."""
 
-    engine: PinnedThread
-    host: PinnedThread
+    engine: Thread
+    host: Thread
 
-    def all(self) -> tuple[PinnedThread, ...]:
+    def all(self) -> tuple[Thread, ...]:
         """Return both."""
         return (self.engine, self.host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fittings:
+    """What a house is made of, beside its configuration and its threads.
+
+    identity, layout, tokenizer, chats  of the model
+    context_tokens  tokens of one request that the memory for live caches holds
+    kv_bytes_max    budget of the live caches
+    runner          runs on the engine's thread and nowhere else
+    loader          makes the loader, given the pool of weights
+    check_schema    raises InvalidParameter for a JSON schema that answers cannot be held to
+    clock           monotonic seconds
+    """
+
+    identity: ModelIdentity
+    layout: KvLayout
+    tokenizer: Tokenizer
+    chats: ChatEncoder
+    context_tokens: int
+    kv_bytes_max: int
+    runner: Runner
+    loader: Callable[[StagingPool], LoaderActor]
+    check_schema: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +90,7 @@ class Built:
     gateway: Gateway
     store: Store
     engine: Engine
-    loader: Loader
+    loader: LoaderActor
 
     def house_parts(self) -> HouseParts:
         """Return what the supervisor starts."""
@@ -101,34 +127,53 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
     except BaseException:
         file.close()
         raise
+    fittings = Fittings(
+        identity=identity,
+        layout=layout,
+        tokenizer=tokenizer,
+        chats=chats,
+        context_tokens=context_tokens,
+        kv_bytes_max=kv_bytes_max,
+        runner=runner,
+        loader=lambda pool: Loader(file, identity, pool, threads.host, config.limits.read_stall_s),
+        check_schema=guides.check,
+    )
+    return put_together(config, fittings, shared, threads)
+
+
+def put_together(
+    config: RuntimeConfig, fittings: Fittings, shared: Shared, threads: Threads
+) -> Built:
+    """Make the pools and the actors of a house; nothing runs yet."""
+    layout = fittings.layout
     config = msgspec.structs.replace(config, limits=_fitted(layout, config.limits))
-    pools, guard = _pools(layout, config.limits), shared.guard(identity)
+    pools = _pools(layout, config.limits)
     engine = Engine(
         EngineParts(
-            runner=runner,
+            runner=fittings.runner,
             thread=threads.engine,
             layout=layout,
-            context_tokens=context_tokens,
-            end_ids=tokenizer.end_ids,
+            context_tokens=fittings.context_tokens,
+            end_ids=fittings.tokenizer.end_ids,
             weight_pool=pools[0],
             restore_pool=pools[1],
             spill_pool=pools[2],
             limits=config.limits,
-            clock=time.monotonic,
+            clock=fittings.clock,
         )
     )
     return Built(
         config=config,
-        identity=identity,
-        tokenizer=tokenizer,
-        chats=chats,
+        identity=fittings.identity,
+        tokenizer=fittings.tokenizer,
+        chats=fittings.chats,
         threads=threads,
         shared=shared,
         pools=pools,
-        gateway=_gateway(config, (identity, context_tokens, guard), (tokenizer, guides), threads),
-        store=_store(config, (identity, layout, kv_bytes_max, context_tokens), shared, pools),
+        gateway=_gateway(config, fittings, shared, threads),
+        store=_store(config, fittings, shared, pools),
         engine=engine,
-        loader=Loader(file, identity, pools[0], threads.host, config.limits.read_stall_s),
+        loader=fittings.loader(pools[0]),
     )
 
 
@@ -198,49 +243,42 @@ def _pools(layout: KvLayout, limits: Limits) -> tuple[StagingPool, StagingPool, 
 
 
 def _gateway(
-    config: RuntimeConfig,
-    model: tuple[ModelIdentity, int, bytes],
-    texts: tuple[Tokenizer, Guides],
-    threads: Threads,
+    config: RuntimeConfig, fittings: Fittings, shared: Shared, threads: Threads
 ) -> Gateway:
-    identity, memory_tokens, guard = model
+    identity = fittings.identity
     return Gateway(
         GatewayParts(
-            tokenizer=texts[0],
-            check_schema=texts[1].check,
+            tokenizer=fittings.tokenizer,
+            check_schema=fittings.check_schema,
             thread=threads.host,
             fingerprint=identity.fingerprint,
-            guard=guard,
+            guard=shared.guard(identity),
             reuse=config.reuse,
             block_tokens=config.block_tokens,
             context_tokens=identity.config.context_tokens,
             limits=config.limits,
-            clock=time.monotonic,
-            memory_tokens=memory_tokens,
+            clock=fittings.clock,
+            memory_tokens=fittings.context_tokens,
         )
     )
 
 
 def _store(
-    config: RuntimeConfig,
-    model: tuple[ModelIdentity, KvLayout, int, int],
-    shared: Shared,
-    pools: tuple[StagingPool, ...],
+    config: RuntimeConfig, fittings: Fittings, shared: Shared, pools: tuple[StagingPool, ...]
 ) -> Store:
-    identity, layout, kv_bytes_max, context_tokens = model
     return Store(
         StoreParts(
-            layout=layout,
-            fingerprint=identity.fingerprint,
-            guard=shared.guard(identity),
+            layout=fittings.layout,
+            fingerprint=fittings.identity.fingerprint,
+            guard=shared.guard(fittings.identity),
             root=shared.root,
             readers=shared.readers,
             writer=shared.writer,
             restore_pool=pools[1],
             spill_pool=pools[2],
             limits=config.limits,
-            clock=time.monotonic,
-            context_tokens=context_tokens,
-            kv_bytes_max=kv_bytes_max,
+            clock=fittings.clock,
+            context_tokens=fittings.context_tokens,
+            kv_bytes_max=fittings.kv_bytes_max,
         )
     )

@@ -15,7 +15,7 @@ from millpond.runtime.errors import EngineError, SpillError
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.keys import read_key
 from millpond.runtime.kv.root import RootOptions, SpillRoot, open_spill_root
-from millpond.runtime.threads import PinnedThread
+from millpond.runtime.threads import PinnedThread, Thread
 
 _log = logging.getLogger(__name__)
 TOKEN_BYTES = 8  # of a writer token: enough never to meet another one
@@ -30,8 +30,8 @@ class Shared:
     spill_problem  why not, if it was wanted; else empty
     """
 
-    readers: tuple[PinnedThread, ...]
-    writer: PinnedThread
+    readers: tuple[Thread, ...]
+    writer: Thread
     root: SpillRoot | None
     spill_problem: str
 

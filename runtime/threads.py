@@ -58,6 +58,14 @@ class ThreadStatistics:
     busy_s: float = 0.0
 
 
+class Thread(Worker, Protocol):
+    """A worker that tells how it is."""
+
+    def statistics(self) -> ThreadStatistics:
+        """Return its figures."""
+        raise AssertionError("a port")
+
+
 class _Ticket:
     """One call.  ``lock`` guards the step from waiting to started or withdrawn."""
 
