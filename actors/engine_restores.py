@@ -99,4 +99,5 @@ class Restores:
             payload=view.toreadonly(),
             starts_over=message.starts_over,
             context_tokens=min(wanted, self._context_tokens),
+            boundary=min(message.boundary, wanted, self._context_tokens),
         )

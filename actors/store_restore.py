@@ -83,6 +83,7 @@ class _Attempt:
     submit: Submit
     admissions: Outbox[ToEngine]
     starts_over: bool
+    boundary: int
     pending: deque[_Read] = field(default_factory=deque)
     held: list[_Read] = field(default_factory=list)
 
@@ -158,7 +159,9 @@ class Restorer:
         for attempt in range(self._limits.restore_attempts_max):
             if not plan.boundary:
                 return plan
-            failure = await self._try(_Attempt(submit, admissions, attempt > 0), plan)
+            failure = await self._try(
+                _Attempt(submit, admissions, attempt > 0, plan.boundary), plan
+            )
             if failure is None:
                 return plan
             misses[self._reason(submit, failure)] += 1
@@ -282,6 +285,7 @@ class Restorer:
             payload_bytes=read.part.size,
             starts_over=attempt.starts_over,
             context_tokens=len(attempt.submit.token_ids) // 4 + attempt.submit.sampling.max_tokens,
+            boundary=attempt.boundary,
         )
         await attempt.admissions.send(message)
         read.sent, attempt.starts_over = True, False

@@ -77,6 +77,7 @@ class Restore(Descriptor, frozen=True, tag="restore"):
     payload_bytes length of the payload
     starts_over   drop whatever this request restored before: a new attempt begins here
     context_tokens  tokens that prompt and completion may reach; 0: as many as the model takes
+    boundary      tokens that this attempt restores in all; room for them is made at once
     """
 
     request_id: Count
@@ -89,6 +90,7 @@ class Restore(Descriptor, frozen=True, tag="restore"):
     payload_bytes: Positive
     starts_over: bool = False
     context_tokens: Count = 0
+    boundary: Count = 0
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -201,7 +201,9 @@ class Model:
             return
         try:
             if one.sequence_id not in self._caches:
-                self._caches[one.sequence_id] = live_caches(self._layout, one.context_tokens)
+                self._caches[one.sequence_id] = live_caches(
+                    self._layout, one.context_tokens, one.boundary
+                )
             put_planes(self._layout, one, self._caches[one.sequence_id])
         except _DEVICE_ERRORS as error:
             self._fail(one.sequence_id, error, failures)

@@ -24,6 +24,7 @@ class RestorePlanes:
     payload              planes one after another, each (kv_heads, tokens, head_dim), logical order
     starts_over          drop the sequence's cache first
     context_tokens       tokens that the sequence may reach; sizes a cache made here
+    boundary             tokens that are restored in all: room that a cache made here has at once
     """
 
     sequence_id: int
@@ -35,6 +36,7 @@ class RestorePlanes:
     payload: memoryview
     starts_over: bool
     context_tokens: int
+    boundary: int = 0
 
 
 @dataclass(frozen=True, slots=True)

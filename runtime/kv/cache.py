@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
+from millpond.runtime.host_memory import host_view
 from millpond.runtime.kv.layout import KvLayout
 
 Array = Any  # mlx.core.array; MLX ships no usable stubs for it
@@ -74,6 +75,12 @@ class LayerCache(Protocol):
     def put(self, which: int, first: int, rows: Array) -> None:
         """Add restored rows (kv_heads, tokens, head_dim) behind those that are there."""
 
+    def put_host(self, which: int, first: int, rows: Any) -> None:
+        """As ``put`` with rows in host memory, numpy; copied before it returns.
+
+        Only where host and device share memory.  Nothing of this cache may be under way.
+        """
+
     def fork(self, tokens: int, tokens_max: int) -> LayerCache:
         """Return a cache of its own with the rows before ``tokens``; raises RowError.
 
@@ -102,10 +109,12 @@ class LinearCache:
     """All rows of a full-attention layer in one buffer that grows; lengths of K and V apart.
 
     tokens_max  beyond this the buffer grows by what is asked for alone
+    at_once     tokens that the first buffer has room for, at least
     """
 
-    def __init__(self, shape: RowShape, tokens_max: int) -> None:
+    def __init__(self, shape: RowShape, tokens_max: int, at_once: int = 0) -> None:
         self._shape, self._tokens_max = shape, tokens_max
+        self._first_tokens = max(FIRST_TOKENS, at_once)
         # mutable state, changed only in _write, cut, in_place and advance
         self._buffers: list[Array | None] = [None, None]
         self._lengths = [0, 0]
@@ -136,6 +145,15 @@ class LinearCache:
         if first != self._lengths[which]:
             raise RowError(f"found rows from {first} on, expected {self._lengths[which]}")
         self._write(which, first, rows[None])
+
+    def put_host(self, which: int, first: int, rows: Any) -> None:
+        if first != self._lengths[which]:
+            raise RowError(f"found rows from {first} on, expected {self._lengths[which]}")
+        end = first + rows.shape[1]
+        buffer = self._with_room(which, end)
+        mx.eval(buffer)
+        host_view(buffer)[0, :, first:end, :] = rows
+        self._buffers[which], self._lengths[which], self._is_open = buffer, end, False
 
     def fork(self, tokens: int, tokens_max: int) -> LinearCache:
         found = LinearCache(self._shape, tokens_max)
@@ -182,17 +200,20 @@ class LinearCache:
 
     def _write(self, which: int, first: int, rows: Array) -> None:
         end = first + rows.shape[2]
-        buffer = self._buffers[which]
-        capacity = 0 if buffer is None else buffer.shape[2]
-        if end > capacity:
-            wanted = min(max(2 * capacity, FIRST_TOKENS), self._tokens_max)
-            zeros = self._shape.zeros(max(end, wanted) - capacity)
-            buffer = zeros if buffer is None else mx.concatenate([buffer, zeros], axis=2)
-        assert buffer is not None
+        buffer = self._with_room(which, end)
         buffer[:, :, first:end, :] = rows
         self._buffers[which] = buffer
         self._lengths[which] = end
         self._is_open = False
+
+    def _with_room(self, which: int, end: int) -> Array:
+        buffer = self._buffers[which]
+        capacity = 0 if buffer is None else buffer.shape[2]
+        if buffer is not None and end <= capacity:
+            return buffer
+        wanted = min(max(2 * capacity, self._first_tokens), self._tokens_max)
+        zeros = self._shape.zeros(max(end, wanted) - capacity)
+        return zeros if buffer is None else mx.concatenate([buffer, zeros], axis=2)
 
 
 class WindowCache:
@@ -298,6 +319,9 @@ class WindowCache:
         else:
             self._rows[which] = mx.concatenate([found, rows[None]], axis=2)
 
+    def put_host(self, which: int, first: int, rows: Any) -> None:
+        self.put(which, first, mx.array(rows).view(self._shape.dtype))
+
     def arrays(self) -> list[Array]:
         return list(self._ring) or [rows for rows in self._rows if rows is not None]
 
@@ -340,14 +364,17 @@ def _own(rows: Array) -> Array:
 LiveCaches = dict[int, LayerCache]  # by layer, those that own K and V
 
 
-def live_caches(layout: KvLayout, tokens_max: int) -> LiveCaches:
-    """Return empty caches for one sequence, which is not expected to pass ``tokens_max``."""
+def live_caches(layout: KvLayout, tokens_max: int, at_once: int = 0) -> LiveCaches:
+    """Return empty caches for one sequence, which is not expected to pass ``tokens_max``.
+
+    at_once  tokens that will be restored: their room is made in one piece
+    """
     caches: LiveCaches = {}
     for group in layout.groups:
         shape = RowShape(group.kv_heads, group.head_dim, group.dtype.to_mlx_dtype())
         for layer in group.layers:
             if group.is_full:
-                caches[layer] = LinearCache(shape, tokens_max)
+                caches[layer] = LinearCache(shape, tokens_max, at_once)
             else:
                 caches[layer] = WindowCache(shape, layout.sliding_window)
     return caches

@@ -19,12 +19,18 @@ from millpond.runtime.steps import RestorePlanes, SnapshotPlanes
 def put_planes(layout: KvLayout, one: RestorePlanes, caches: LiveCaches) -> None:
     """Copy the payload's planes behind the rows of their layers; it may be reused on return.
 
-    Nothing is evaluated, and no array may be held until it is: a buffer that something else holds
-    is copied whole, not extended.  Raises RowError; some planes may be in place then.
+    Where memory is shared, the rows of full layers are copied straight into their buffers.
+    Elsewhere nothing is evaluated, and no array may be held until it is: a buffer that something
+    else holds is copied whole, not extended.  Raises RowError; some planes may be in place then.
     """
     group = _group(layout, one)
     dtype = group.dtype.to_mlx_dtype()
     planes = _planes(group, one, dtype)
+    if group.is_full and is_shared():
+        for index, rows in enumerate(planes, one.first_plane):
+            layer, which = _place(group, index)
+            caches[layer].put_host(which, one.first_token, rows)
+        return
     together = max(1, SLICE_BYTES // planes[0].nbytes)  # a transfer for each plane is slower
     for start in range(0, one.planes, together):
         moved = mx.array(planes[start : start + together]).view(dtype)

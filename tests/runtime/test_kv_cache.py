@@ -18,6 +18,7 @@ from millpond.runtime.kv.cache import (
     WindowCache,
     live_caches,
 )
+from millpond.runtime.host_memory import host_view
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
 from millpond.runtime.kv.passes import DecodePass, PrefillPass
 
@@ -291,3 +292,22 @@ def test_a_layer_that_shares_sees_what_its_source_saw_in_this_pass() -> None:
     step = DecodePass(caches)
     assert step.add(1, *both(12, 1)).first == -1
     assert positions(step.shared(1).keys) == [8, 9, 10, 11, 12, 5, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("at_once", [0, 24, 3000])
+def test_rows_from_host_memory_equal_rows_that_were_put(dtype: Any, at_once: int) -> None:
+    shape = RowShape(2, 8, dtype)
+    put, copied = LinearCache(shape, 4000), LinearCache(shape, 4000, at_once)
+    for block in range(5):
+        rows = mx.random.normal((2, 700, 8)).astype(dtype)
+        mx.eval(rows)
+        for which in (KEYS, VALUES):
+            put.put(which, 700 * block, rows)
+            copied.put_host(which, 700 * block, host_view(rows))
+    more = mx.random.normal((1, 2, 1, 8)).astype(dtype)
+    for one, other in zip(put.decode(more, more).keys, copied.decode(more, more).keys, strict=True):
+        assert mx.array_equal(one, other)
+    assert mx.array_equal(put.take(VALUES, 0, 3500), copied.take(VALUES, 0, 3500))
+    with pytest.raises(RowError, match="expected 3501"):
+        copied.put_host(KEYS, 3500, host_view(more)[0])
