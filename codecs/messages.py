@@ -68,16 +68,14 @@ class Cancel(Descriptor, frozen=True, tag="cancel"):
 class Restore(Descriptor, frozen=True, tag="restore"):
     """Store → engine: verified planes of one KV block, staged in host memory.
 
-    request_id    the request whose live cache they go to
-    group         index of the layer group
+    request_id, group  the request whose live cache they go to; index of the layer group
     first_token   position of the block's first token, a multiple of block_tokens
     first_plane   first plane; planes 0..L-1 are K of the group's layers, L..2L-1 are V
     planes        count of planes; each is (kv_heads, block_tokens, head_dim), logical order
-    slot, lease   where the payload lies in the restore pool; the receiver gives the slot back
-    payload_bytes length of the payload
+    slot, lease, payload_bytes  where it lies in the restore pool; the receiver gives it back
     starts_over   drop whatever this request restored before: a new attempt begins here
     context_tokens  tokens that prompt and completion may reach; 0: as many as the model takes
-    boundary      tokens that this attempt restores in all; room for them is made at once
+    boundary      tokens that this attempt restores in all
     """
 
     request_id: Count

@@ -191,7 +191,7 @@ def _identify(
         identity.descriptor,
         config.block_tokens,
         config.chunk_tokens_on(numerics.device_kind),
-        config.sliding_boundary_tokens,
+        config.sliding_boundary_on(numerics.device_kind),
     )
     chats = ChatEncoder(tokenizer, chosen or identity.vocabulary.chat_template)
     if chosen:

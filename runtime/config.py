@@ -17,6 +17,7 @@ WeightForm = Literal["dense", "repacked"]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _SLOTS = ("restore_slots", "spill_slots", "weight_slots")
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_GPU = 256, 1024
+BOUNDARY_TOKENS_CPU, BOUNDARY_TOKENS_GPU = 1024, 4096
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40}
 _UNITS |= {"k": KIB, "m": MIB, "g": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -85,7 +86,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens             tokens of a KV block
     prefill_chunk_tokens     ``C`` of the grid, a multiple of block_tokens; None: by the device, see
                              ``chunk_tokens_on``
-    sliding_boundary_tokens  sliding blocks are kept at its multiples; 0: everywhere
+    sliding_boundary_tokens  sliding blocks are kept at its multiples; 0: everywhere; None: by the
+                             device, see ``sliding_boundary_on``
     kv_bytes_max             budget of the live KV caches, running ones by their worst case: bytes,
                              ``"4GiB"`` or a share ``"50%"`` of the device's memory
     spill_key_file           file of a key with which blocks are encrypted; None: the environment's
@@ -112,7 +114,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     reuse: Literal["exact"] = "exact"
     block_tokens: int = 256
     prefill_chunk_tokens: int | None = None
-    sliding_boundary_tokens: int = 1024
+    sliding_boundary_tokens: int | None = None
     context_tokens: int | None = None
     durability: Literal["process", "power"] = "process"
     blas_threads: int = 1
@@ -156,6 +158,18 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.prefill_chunk_tokens
         wanted = CHUNK_TOKENS_CPU if device_kind == "cpu" else CHUNK_TOKENS_GPU
         return max(1, wanted // self.block_tokens) * self.block_tokens
+
+    def sliding_boundary_on(self, device_kind: str) -> int:
+        """Return as configured, else about 1,024 tokens on a CPU and 4,096 on a GPU.
+
+        A GPU prefills a chunk in less time than the rows of a window take to the host.  The ends
+        of prompts, and where prompts were seen to part, are kept anyway.
+        """
+        if self.sliding_boundary_tokens is not None:
+            return self.sliding_boundary_tokens
+        chunk = self.chunk_tokens_on(device_kind)
+        wanted = BOUNDARY_TOKENS_CPU if device_kind == "cpu" else BOUNDARY_TOKENS_GPU
+        return max(1, wanted // chunk) * chunk
 
     def resolved_spill_root(self) -> Path:
         """Return the absolute spill root; ``~`` is expanded."""

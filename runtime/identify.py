@@ -173,7 +173,7 @@ def _guard_inputs(
         descriptor,
         config.block_tokens,
         chunk_tokens,
-        config.sliding_boundary_tokens,
+        config.sliding_boundary_on(numerics.device_kind),
     )
     return GuardInputs(
         tensors_sha256=tensors_sha256,

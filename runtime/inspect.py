@@ -159,7 +159,7 @@ def _kv(descriptor: KvSpillDescriptor, config: RuntimeConfig) -> dict[str, Any]:
         descriptor,
         config.block_tokens,
         config.chunk_tokens_on("cpu"),
-        config.sliding_boundary_tokens,
+        config.sliding_boundary_on("cpu"),
     )
     full = sum(group.block_bytes(1) for group in layout.full_groups)
     sliding = sum(group.block_bytes(1) for group in layout.sliding_groups)

@@ -48,7 +48,7 @@ def load_direct(
             identity.descriptor,
             settings.block_tokens,
             settings.chunk_tokens_on(numerics.device_kind),
-            settings.sliding_boundary_tokens,
+            settings.sliding_boundary_on(numerics.device_kind),
         )
         model = DirectModel(identity, layout)
         load_weights(file, identity, model, settings.limits.weight_slot_bytes)

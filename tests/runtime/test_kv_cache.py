@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from millpond.codecs.descriptors import KvDType, LayerType
+from millpond.runtime.host_memory import host_view
 from millpond.runtime.kv.cache import (
     FIRST_TOKENS,
     KEYS,
@@ -18,7 +19,6 @@ from millpond.runtime.kv.cache import (
     WindowCache,
     live_caches,
 )
-from millpond.runtime.host_memory import host_view
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
 from millpond.runtime.kv.passes import DecodePass, PrefillPass
 
