@@ -3,18 +3,19 @@
     scripts/bench_http.py --backend trio
 
 The same prompt runs on one runtime, embedded and over loopback HTTP, turn by turn in one process:
-embedded, a raw client, the official ``openai`` client.  Each client also asks a server that replays
-a recorded answer at once: what that takes is the client's own.  ``adds`` is what a client waits
-longer than an embedded caller, ``server_adds`` the same without the client's own part.  A tiny
-model with random weights runs; between two of its tokens the loop has time to spare, so ``idle``
-says what a token costs where the model takes none: server and raw client, over a model that gives
-letters.  Prints one JSON line: medians, spreads, and medians of differences within a round.
+embedded, a raw client, the official ``openai`` client, over connections that are kept.  Each client
+also asks a server that replays a recorded answer at once: what that takes is the client's own.
+``adds`` is what a client waits longer than an embedded caller, ``server_adds`` the same without the
+client's own part.  A tiny model with random weights runs; its steps differ by more than the server
+takes, hence many rounds, and differences within a round.  ``idle`` is server and raw client over a
+model that gives letters and takes no time.  Prints one JSON line of medians and spreads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from millpond.runtime.served import Ask, ServedModel
 from millpond.runtime.testing.fake_served import FakeServed
 from millpond.runtime.testing.tiny_model import tiny_gemma3
 
+WARM_ROUNDS = 3
 PROMPT = [1, *(261 + index % 26 for index in range(63))]
 
 
@@ -57,55 +60,69 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What the ways of asking need."""
+    """What is asked: a model, and the port of a server of it, or of one that replays its answer."""
 
     model: ServedModel
     port: int
-    tokens: int
 
 
-Way = Callable[[Bench], Awaitable[Run]]
+Ask1 = Callable[[int], Awaitable[Run]]
+"""Asks for a count of tokens over a connection that is there, as it is for any second call."""
+_SERVERS = ("embedded", "raw", "openai", "raw_alone", "openai_alone", "idle")
 
 
 def main() -> int:
     """Run the script; return its exit code."""
     parser = argparse.ArgumentParser(prog="bench_http", description=__doc__)
     parser.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--firsts", type=int, default=200, help="rounds of two tokens each")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of many tokens")
     parser.add_argument("--tokens", type=int, default=400)
     options = parser.parse_args()
-    found = anyio.run(_bench, options.rounds, options.tokens, backend=options.backend)
-    print(json.dumps({"backend": options.backend, **found}))
+    found = anyio.run(_bench, options, backend=options.backend)
+    print(json.dumps({"backend": options.backend, "load": os.getloadavg()[0], **found}))
     return 0
 
 
-async def _bench(rounds: int, tokens: int) -> dict[str, Any]:
-    runs: dict[str, list[Run]] = {name: [] for name in (*_WAYS, "raw_alone", "openai_alone")}
-    async with AsyncExitStack() as stack:
-        bench = await stack.enter_async_context(_running(tokens))
-        canned = await stack.enter_async_context(_replaying(bench))
-        idle = await stack.enter_async_context(_idle(tokens))
-        ports = {"embedded": bench, "raw": bench, "openai": bench}
-        ports |= {"raw_alone": canned, "openai_alone": canned, "idle": idle}
-        for number in range(rounds + 1):
-            for name, asked in ports.items():
-                run = await _WAYS[name.removesuffix("_alone")](asked)
-                if number:  # the first round warms up
-                    runs[name].append(run)
-    report: dict[str, Any] = {"rounds": rounds, "tokens": tokens}
-    for name, found in runs.items():
-        report[name] = {
-            "first_ms": _spread([one.first_ms for one in found]),
-            "token_us": _spread([one.token_us for one in found]),
-            "cpu_us": _spread([one.cpu_us for one in found]),
+async def _bench(options: argparse.Namespace) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for kind, rounds, tokens in (
+        ("first_ms", options.firsts, 2),
+        ("token_us", options.rounds, options.tokens),
+    ):
+        runs = await _rounds(rounds, tokens)
+        report[kind] = {"rounds": rounds, "tokens": tokens}
+        for name, found in runs.items():
+            report[kind][name] = _spread([getattr(one, kind) for one in found])
+        for name in ("raw", "openai"):
+            alone = [runs["embedded"], runs[f"{name}_alone"]]
+            report[kind][f"{name}_adds"] = _added(kind, runs[name], alone[:1])
+            report[kind][f"{name}_server_adds"] = _added(kind, runs[name], alone)
+        report[kind]["cpu_us"] = {
+            name: round(statistics.median(one.cpu_us for one in found), 1)
+            for name, found in runs.items()
         }
-    for name in ("raw", "openai"):
-        report[f"{name}_adds"] = {
-            kind: _added(kind, runs[name], [runs["embedded"]]) for kind in ("first_ms", "token_us")
-        }
-        alone = [runs["embedded"], runs[f"{name}_alone"]]
-        report[f"{name}_server_adds"] = {"first_ms": _added("first_ms", runs[name], alone)}
     return report
+
+
+async def _rounds(rounds: int, tokens: int) -> dict[str, list[Run]]:
+    """Ask in every way in turn; the first rounds warm up."""
+    runs: dict[str, list[Run]] = {name: [] for name in _SERVERS}
+    async with AsyncExitStack() as stack:
+        bench = await stack.enter_async_context(_running())
+        canned = await stack.enter_async_context(_replaying(bench, tokens))
+        idle = await stack.enter_async_context(_idle())
+        ways: dict[str, Ask1] = {"embedded": partial(_embedded, bench)}
+        for name, asked in (("raw", bench), ("raw_alone", canned), ("idle", idle)):
+            ways[name] = await stack.enter_async_context(_raw(asked))
+        for name, asked in (("openai", bench), ("openai_alone", canned)):
+            ways[name] = await stack.enter_async_context(_openai(asked))
+        for number in range(-WARM_ROUNDS, rounds):
+            for name in _SERVERS:
+                run = await ways[name](tokens)
+                if number >= 0:
+                    runs[name].append(run)
+    return runs
 
 
 def _added(kind: str, runs: list[Run], less: list[list[Run]]) -> float:
@@ -119,7 +136,7 @@ def _added(kind: str, runs: list[Run], less: list[list[Run]]) -> float:
 
 
 @asynccontextmanager
-async def _running(tokens: int) -> AsyncIterator[Bench]:
+async def _running() -> AsyncIterator[Bench]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny.gguf"
         path.write_bytes(tiny_gemma3())
@@ -136,15 +153,15 @@ async def _running(tokens: int) -> AsyncIterator[Bench]:
             group = await stack.enter_async_context(anyio.create_task_group())
             server = Server(make_app(make_services(pool, settings)), settings)
             group.start_soon(server.serve, listening, stopping, 1.0)
-            yield Bench(model, listening.getsockname()[1], tokens)
+            yield Bench(model, listening.getsockname()[1])
             stopping.set()
 
 
 @asynccontextmanager
-async def _replaying(bench: Bench) -> AsyncIterator[Bench]:
+async def _replaying(bench: Bench, tokens: int) -> AsyncIterator[Bench]:
     """Answer every completion with the bytes of one that the real server gave."""
     async with await anyio.connect_tcp("127.0.0.1", bench.port) as stream:
-        await stream.send(_request(bench))
+        await stream.send(_request(tokens))
         recorded = b""
         while not recorded.endswith(_END):
             recorded += await stream.receive()
@@ -172,7 +189,7 @@ async def _replaying(bench: Bench) -> AsyncIterator[Bench]:
 
 
 @asynccontextmanager
-async def _idle(tokens: int) -> AsyncIterator[Bench]:
+async def _idle() -> AsyncIterator[Bench]:
     """Serve a model that takes no time."""
     model, settings, stopping = FakeServed(context_tokens=10**6), HttpSettings(), anyio.Event()
 
@@ -191,65 +208,68 @@ async def _idle(tokens: int) -> AsyncIterator[Bench]:
             group = await stack.enter_async_context(anyio.create_task_group())
             server = Server(make_app(make_services(pool, settings)), settings)
             group.start_soon(server.serve, listening, stopping, 1.0)
-            yield Bench(model, listening.getsockname()[1], tokens)
+            yield Bench(model, listening.getsockname()[1])
             stopping.set()
 
 
-async def _embedded(bench: Bench) -> Run:
-    sampling = SamplingParams(max_tokens=bench.tokens, ignore_eos=True)
+async def _embedded(bench: Bench, tokens: int) -> Run:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     marks, started = [], _now()
-    async with bench.model.stream(Ask(prompt=PROMPT, sampling=sampling)) as (tokens,):
-        async for _ in tokens:
+    async with bench.model.stream(Ask(prompt=PROMPT, sampling=sampling)) as (found,):
+        async for _ in found:
             marks.append(time.perf_counter())
-    return _run_of(started, marks[0], marks[-1], bench.tokens)
+    return _run_of(started, marks[0], marks[-1], tokens)
 
 
-async def _raw(bench: Bench) -> Run:
+@asynccontextmanager
+async def _raw(bench: Bench) -> AsyncIterator[Ask1]:
     async with await anyio.connect_tcp("127.0.0.1", bench.port) as stream:
-        await stream.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
-        await stream.receive()  # the connection is there, as it is for any second call
-        first, started = 0.0, _now()
-        await stream.send(_request(bench))
-        tail = b""
-        while not tail.endswith(_END):
-            tail = tail[-64:] + await stream.receive()
-            if not first and b"data: " in tail:
-                first = time.perf_counter()
-        return _run_of(started, first, time.perf_counter(), bench.tokens)
+
+        async def ask(tokens: int) -> Run:
+            first, started = 0.0, _now()
+            await stream.send(_request(tokens))
+            tail = b""
+            while not tail.endswith(_END):
+                tail = tail[-64:] + await stream.receive()
+                if not first and b"data: " in tail:
+                    first = time.perf_counter()
+            return _run_of(started, first, time.perf_counter(), tokens)
+
+        yield ask
 
 
 _END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 
 
-def _request(bench: Bench) -> bytes:
-    body = json.dumps(_body(bench) | {"stream": True}).encode()
+def _request(tokens: int) -> bytes:
+    body = json.dumps(_body(tokens) | {"stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
-async def _openai(bench: Bench) -> Run:
+@asynccontextmanager
+async def _openai(bench: Bench) -> AsyncIterator[Ask1]:
     from openai import AsyncOpenAI
 
-    marks = []
     async with AsyncOpenAI(base_url=f"http://127.0.0.1:{bench.port}/v1", api_key="x") as client:
-        await client.models.list()
-        body = _body(bench)
-        extra = {"ignore_eos": body.pop("ignore_eos")}
-        started = _now()
-        stream = await client.completions.create(**body, stream=True, extra_body=extra)
-        async for _ in stream:
-            marks.append(time.perf_counter())
-    return _run_of(started, marks[0], marks[-1], bench.tokens)
+
+        async def ask(tokens: int) -> Run:
+            body, marks = _body(tokens), []
+            extra = {"ignore_eos": body.pop("ignore_eos")}
+            started = _now()
+            stream = await client.completions.create(**body, stream=True, extra_body=extra)
+            async for _ in stream:
+                marks.append(time.perf_counter())
+            return _run_of(started, marks[0], marks[-1], tokens)
+
+        yield ask
 
 
-_WAYS: dict[str, Way] = {"embedded": _embedded, "raw": _raw, "openai": _openai, "idle": _raw}
-
-
-def _body(bench: Bench) -> dict[str, Any]:
+def _body(tokens: int) -> dict[str, Any]:
     return {
         "model": "tiny",
         "prompt": PROMPT,
-        "max_tokens": bench.tokens,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
     }

@@ -62,7 +62,8 @@ class Board:
         if record.status in (429, 503):
             self._totals["refused"] += 1
         level = logging.WARNING if record.status >= 500 else logging.INFO
-        _log.log(level, "request %s", record.line())
+        if _log.isEnabledFor(level):
+            _log.log(level, "request %s", record.line())
 
     async def tick(self) -> None:
         """Measure the loop's lag for ever."""

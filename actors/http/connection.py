@@ -15,27 +15,20 @@ Invariants
 
 from __future__ import annotations
 
-from contextlib import suppress
 from math import inf
 from typing import Any
 
-import h11
 from anyio import (
     BrokenResourceError,
     CancelScope,
     ClosedResourceError,
     EndOfStream,
-    Event,
     Lock,
-    WouldBlock,
     aclose_forcefully,
-    create_memory_object_stream,
     create_task_group,
     current_time,
-    move_on_after,
 )
-from anyio.abc import SocketStream
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from anyio.abc import SocketStream, TaskGroup
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError
@@ -47,8 +40,8 @@ READ_BYTES = 2**16
 LINGER_S = 2.0
 LINGER_BYTES_MAX = 2**26
 """What is read and thrown away of a body that was refused; more is cut off."""
-READS_AHEAD = 4
-"""Reads that wait for the protocol: pipelined requests, or a body that is not taken yet."""
+AHEAD_BYTES_MAX = 4 * READ_BYTES
+"""Requests that are read while one runs."""
 _BROKEN = (BrokenResourceError, ClosedResourceError, EndOfStream, OSError)
 
 
@@ -63,24 +56,24 @@ class Connection:
         # mutable state, changed only by the tasks of run, and by stop
         self._context = Context()
         self._lock = Lock(fast_acquire=True)
-        self._reading, self._feeding = CancelScope(), CancelScope()
-        self._deadline_s = inf  # for a whole head, or for lingering
-        self._deadline_changed = Event()
+        self._handling = Lock(fast_acquire=True)
+        self._reading = CancelScope()  # its deadline: for a head, for a request, for lingering
+        self._protocol: Protocol | None = None
+        self._group: TaskGroup | None = None
         self._is_closed = False  # for sending
-        self._is_over = False
         self._discarded = 0
 
     def stop(self) -> None:
         """End after the request that runs; at once if there is none."""
         self._context.terminated.flag = True
-        if self._deadline_s < inf:
+        if self._reading.deadline < inf:
             self._reading.cancel()
 
     async def run(self) -> None:
         """Serve until the connection and its last request ended."""
         try:
             async with create_task_group() as group:
-                protocol: Any = Protocol(
+                protocol = Protocol(
                     self._app,
                     self._config,
                     self._context,
@@ -92,21 +85,18 @@ class Connection:
                     self._take,
                 )
                 self._set_deadline(self._settings.head_s)
-                group.start_soon(self._watch_deadline)
-                give, take = create_memory_object_stream[bytes](READS_AHEAD)
-                group.start_soon(self._feed, protocol, take)
-                with self._reading, give:
-                    await self._read(protocol, give)
-                self._feeding.cancel()
-                self._is_closed = self._is_over = True
-                self._set_deadline(inf)
+                self._protocol, self._group = protocol, group
+                with self._reading:
+                    await self._read(protocol)
+                self._is_closed = True
                 await aclose_forcefully(self._stream)
                 await protocol.handle(Closed())
         finally:
             await aclose_forcefully(self._stream)
 
-    async def _read(self, protocol: Any, give: MemoryObjectSendStream[bytes]) -> None:
-        """Read ahead of the protocol, so that the client's end is seen while a request runs."""
+    async def _read(self, protocol: Protocol) -> None:
+        """Read on while a request runs, so that the client's end is seen."""
+        ahead = 0
         while self._discarded < LINGER_BYTES_MAX:
             try:
                 data = await self._stream.receive(READ_BYTES)
@@ -114,27 +104,24 @@ class Connection:
                 return
             if self._is_closed:
                 self._discarded += len(data)
-                continue
-            try:
-                give.send_nowait(data)
-            except WouldBlock:
-                if protocol.connection.their_state is h11.DONE:
+            elif protocol.is_paused:
+                ahead += len(data)
+                if ahead > AHEAD_BYTES_MAX:
                     return  # requests without end, while one runs
-                with suppress(BrokenResourceError):
-                    await give.send(data)  # a body: back-pressure
-            except BrokenResourceError:
-                return
+                protocol.take_ahead(data)
+            else:
+                ahead = 0
+                await self._handle(protocol, data)
 
-    async def _feed(self, protocol: Any, take: MemoryObjectReceiveStream[bytes]) -> None:
-        with self._feeding, take:
-            async for data in take:
-                if self._is_closed:
-                    self._discarded += len(data)
-                    continue
-                try:
-                    await protocol.handle(RawData(data))
-                except (H2CProtocolRequiredError, H2ProtocolAssumedError):
-                    self._reading.cancel()  # HTTP/1.1 is all that is spoken here
+    async def _handle(self, protocol: Protocol, data: bytes) -> None:
+        """Let the protocol go on with what is read; an application that is slow holds this up."""
+        async with self._handling:
+            if self._is_closed:
+                return
+            try:
+                await protocol.go_on(data)
+            except (H2CProtocolRequiredError, H2ProtocolAssumedError):
+                self._reading.cancel()  # HTTP/1.1 is all that is spoken here
 
     async def _take(self, event: Any) -> None:
         """What the protocol asks of the socket."""
@@ -143,8 +130,13 @@ class Connection:
                 await self._send(event.data)
             case Closed():
                 await self._hang_up()
+            case Updated(idle=True):
+                self._set_deadline(self._settings.keep_alive_s)
+                assert self._protocol is not None and self._group is not None, "run set them"
+                if self._protocol.has_more:  # requests that came while the last one ran
+                    self._group.start_soon(self._handle, self._protocol, b"")
             case Updated():
-                self._set_deadline(self._settings.keep_alive_s if event.idle else inf)
+                self._set_deadline(inf)
 
     async def _send(self, data: bytes) -> None:
         deadline_s = current_time() + self._settings.write_stall_s
@@ -174,18 +166,6 @@ class Connection:
                     self._reading.cancel()
         self._set_deadline(LINGER_S)  # (I3)
 
-    # -- bounded waiting for the client
-
     def _set_deadline(self, seconds: float) -> None:
-        self._deadline_s = current_time() + seconds
-        self._deadline_changed.set()
-        self._deadline_changed = Event()
-
-    async def _watch_deadline(self) -> None:
-        while not self._is_over:
-            changed = self._deadline_changed
-            with move_on_after(self._deadline_s - current_time()) as scope:
-                await changed.wait()
-            if scope.cancelled_caught:
-                self._reading.cancel()
-                return
+        """Wait for the client so long, from now on."""
+        self._reading.deadline = current_time() + seconds

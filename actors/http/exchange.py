@@ -9,10 +9,10 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
-import anyio
-from anyio import CancelScope, Lock, create_task_group, current_time, move_on_after
+from anyio import CancelScope, create_task_group, current_time, move_on_after
 from millpond.actors.http.problems import ApiError, Form, from_error
 from millpond.actors.http.record import RequestRecord
 from millpond.actors.http.settings import HttpSettings
@@ -49,6 +49,7 @@ class Exchange:
         self._body_read = False
         self._work: CancelScope | None = None
         self._cut: ApiError | None = None
+        self._gone = False
 
     def header(self, name: bytes) -> str:
         """Return the header of a lower-case name, "" if there is none."""
@@ -89,43 +90,50 @@ class Exchange:
 
     # -- work for the client
 
-    async def run_connected(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def run_connected(
+        self, work: Callable[[], Awaitable[None]], events: EventStream | None = None
+    ) -> None:
         """Run work until it ends, the client goes, the time is over, or the server stops (I2).
 
         The body was read before.  Raises what the work raised; ClientGone; ApiError 503 or 504.
+
+        events  what the work writes, to be filled by comments where it is silent
         """
         failure: ApiError | MillpondError | None = None
-        gone = False
-
-        async def watch() -> None:
-            nonlocal gone
-            while (await self.receive())["type"] != "http.disconnect":
-                pass
-            gone = True
-            scope.cancel()
-
+        ended = False
         async with create_task_group() as group:
-            with CancelScope(deadline=current_time() + self.settings.request_s) as scope:
-                self._work = scope
-                if self._cut is not None:
-                    scope.cancel()
-                group.start_soon(watch)
-                try:
-                    await work()
-                except (ApiError, MillpondError) as error:
-                    failure = error
+            self._work = scope = group.cancel_scope
+            scope.deadline = current_time() + self.settings.request_s
+            if self._cut is not None:
+                scope.cancel()
+            group.start_soon(self._watch, scope, events)
+            try:
+                await work()
+                ended = True
+            except (ApiError, MillpondError) as error:
+                failure = error
             self._work = None
-            group.cancel_scope.cancel()
-        if gone:
-            raise ClientGone
+            scope.cancel()
         if failure is not None:
             raise failure
-        if scope.cancelled_caught:
-            raise self._cut or ApiError(
-                504,
-                "request_timeout",
-                f"the request took longer than {self.settings.request_s:g} s",
-            )
+        if ended:
+            return
+        if self._gone:
+            raise ClientGone
+        raise self._cut or ApiError(
+            504, "request_timeout", f"the request took longer than {self.settings.request_s:g} s"
+        )
+
+    async def _watch(self, scope: CancelScope, events: EventStream | None) -> None:
+        """Wait for the client's end; meanwhile fill the silence of events."""
+        while not self._gone:
+            with CancelScope() as waiting:
+                if events is not None:
+                    waiting.deadline = events.next_beat_s()
+                self._gone = (await self.receive())["type"] == "http.disconnect"
+            if waiting.cancelled_caught and events is not None:
+                await events.beat()
+        scope.cancel()
 
     # -- the response
 
@@ -157,21 +165,8 @@ class Exchange:
         the stream's last event.
         """
         events = EventStream(self)
-
-        async def work() -> None:
-            async with create_task_group() as group:
-                group.start_soon(events.beat)
-                failure = None
-                try:
-                    await produce(events)
-                except (ApiError, MillpondError) as error:
-                    failure = error
-                group.cancel_scope.cancel()
-            if failure is not None:
-                raise failure
-
         try:
-            await self.run_connected(work)
+            await self.run_connected(partial(produce, events), events)
         except (ApiError, MillpondError) as error:
             if not self.started:
                 raise
@@ -206,29 +201,32 @@ class Exchange:
 
 
 class EventStream:
-    """The events of one response; the head goes out with the first of them."""
+    """The events of one response; the head goes out with the first of them.
+
+    Several tasks may write: each event is handed to the connection whole, without a turn of the
+    loop before, and the connection sends in the order in which it was handed them.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         # mutable state, changed only in write
-        self._lock = Lock(fast_acquire=True)
         self._last_s = current_time()
 
     async def write(self, data: bytes) -> None:
         """Send whole events.  A reader that is slow holds this up (back-pressure)."""
-        async with self._lock:
-            if not self._exchange.started:
-                await self._exchange.start_events()
-            await self._exchange.send_part(data, True)
-            self._last_s = current_time()
+        if not self._exchange.started:
+            await self._exchange.start_events()
+        await self._exchange.send_part(data, True)
+        self._last_s = current_time()
+
+    def next_beat_s(self) -> float:
+        """Return when the silence is to be filled, on the clock of the loop."""
+        return self._last_s + self._exchange.settings.heartbeat_s
 
     async def beat(self) -> None:
-        """Send a comment whenever nothing was sent for ``heartbeat_s``."""
-        every = self._exchange.settings.heartbeat_s
-        while True:
-            await anyio.sleep_until(self._last_s + every)
-            if current_time() >= self._last_s + every:
-                await self.write(b": still working\n\n")
+        """Send a comment if nothing was sent for ``heartbeat_s``."""
+        if current_time() >= self.next_beat_s():
+            await self.write(b": still working\n\n")
 
     async def end(self) -> None:
         """Send the end."""

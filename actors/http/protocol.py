@@ -54,6 +54,27 @@ class Protocol(H11Protocol):
         # mutable state, changed only in _send_h11_event
         self._head = b""
 
+    @property
+    def is_paused(self) -> bool:
+        """True while a whole request runs: what comes now is the next one's."""
+        return self.connection.their_state is h11.DONE
+
+    @property
+    def has_more(self) -> bool:
+        """True if something was read that was not looked at."""
+        return bool(self.connection.trailing_data[0])
+
+    def take_ahead(self, data: bytes) -> None:
+        """Keep what comes while a request runs."""
+        self.connection.receive_data(data)
+
+    async def go_on(self, data: bytes) -> None:
+        """Look at what was read, and at ``data``, up to the end of a request."""
+        if data:
+            self.connection.receive_data(data)
+        with suppress(_RequestRuns):
+            await self._handle_events()
+
     async def _send_h11_event(self, event: Any) -> None:
         """Send an event; the head of a response waits for the next one, which always comes."""
         try:
@@ -76,6 +97,10 @@ class Protocol(H11Protocol):
         )
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
+
+
+class _RequestRuns(Exception):
+    """The next request cannot begin before this one has its response."""
 
 
 class _Flag:
@@ -104,10 +129,18 @@ class _Flag:
         return self.flag
 
 
+class _CanRead(_Flag):
+    """The protocol would wait on it for the end of a request; the connection comes back instead."""
+
+    async def wait(self) -> None:
+        """Raise _RequestRuns."""
+        raise _RequestRuns
+
+
 class Context:
     """Hypercorn's worker: one per connection."""
 
-    event_class = _Flag
+    event_class = _CanRead
 
     def __init__(self) -> None:
         self.terminated = _Flag()
