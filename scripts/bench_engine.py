@@ -14,7 +14,8 @@ decode    tokens a second after the first one, greedy
 batch     the same of 8 requests at once, all tokens counted
 warm      time to the first token of a prompt of k · C + 1 tokens whose blocks are on disk (page
           cache warm), against a decode step and against the prefill of the same prompt
-spilling  decode with spilling on against off, blocks being written
+spilling  decode, and prefill of the longest prompt, with spilling on against off, blocks being
+          written
 
 mlx-lm gets the weights as millpond holds them and the same BLAS with as many threads; llama.cpp
 reads the file itself.  Peers are no dependencies: ``pip install 'millpond[bench]'`` brings them.
@@ -140,7 +141,8 @@ def _questions(options: argparse.Namespace) -> list[Question]:
     found += [(f"warm {length}", ("spilling",), {"n": length}) for length in options.lengths]
     middle = options.lengths[len(options.lengths) // 2]
     numbers = {"n": middle, "k": options.tokens}
-    return [*found, (f"decode {middle} spilling", ("ours", "spilling"), numbers)]
+    found.append((f"decode {middle} spilling", ("ours", "spilling"), numbers))
+    return [*found, (f"prefill {longest} spilling", ("spilling",), {"n": longest})]
 
 
 def _line(found: Found, about: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -158,6 +160,10 @@ def _line(found: Found, about: Mapping[str, Any], options: argparse.Namespace) -
     spilling = f"decode {options.lengths[len(options.lengths) // 2]} spilling"
     ratios["spilling on / off"] = round(
         medians[spilling, "spilling"] / medians[spilling, "ours"], 3
+    )
+    longest = f"prefill {options.lengths[-1]}"
+    ratios["prefill spilling on / off"] = round(
+        medians[f"{longest} spilling", "spilling"] / medians[longest, "ours"], 3
     )
     step_ms = 1e3 / medians[f"decode {options.lengths[0]}", "ours"]
     for length in options.lengths:
