@@ -174,6 +174,10 @@ class Gateway:
         """Return the gateway's figures."""
         return GatewayStatistics(len(self._requests), self._next_id, dict(self._ended))
 
+    def unread(self) -> tuple[int, ...]:
+        """Return the ids of the requests that run for a reader: they did not end, nobody left."""
+        return tuple(one.id for one in self._requests.values() if not one.cancelled)
+
     # -- requests in
 
     async def _submit(

@@ -36,7 +36,7 @@ from millpond.runtime.channels import ChannelStatistics, Inbox, Outbox, Tap, cha
 from millpond.runtime.config import Limits
 from millpond.runtime.errors import HouseStuck, RequestFailed
 from millpond.runtime.staging import StagingPool
-from millpond.runtime.threads import PinnedThread
+from millpond.runtime.threads import Thread
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class HouseParts:
     loader: LoaderActor
     limits: Limits
     tap: Tap | None = None
-    threads: tuple[PinnedThread, ...] = ()
+    threads: tuple[Thread, ...] = ()
     pools: tuple[StagingPool, ...] = ()
 
 

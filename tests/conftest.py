@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from millpond.runtime.blas import preload
 
+pytest_plugins = ["pytester"]  # tests of our plugin run pytest
 preload(threads=1)  # before any test module imports MLX, which binds the BLAS that it finds
 
 

@@ -8,7 +8,7 @@ zero; a full group has a slot for each position.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -67,8 +67,8 @@ class FakeModel:
         self, layout: KvLayout, vocab: int, weights: bytes = b"", faults: Sequence[ModelFault] = ()
     ) -> None:
         self._shape, self._vocab = Shape.of(layout), vocab
-        self._faults: Mapping[int, str] = {fault.step: fault.kind for fault in faults}
-        # mutable state, changed only in load_rows, run and close
+        # mutable state, changed only in load_rows, run, plan and close
+        self._faults = {fault.step: fault.kind for fault in faults}
         self._weights = weights
         self.caches: dict[int, dict[int, GroupCache]] = {}
         self._contexts: dict[int, tuple[bytes, bytes]] = {}  # the decoded run's state and ids
@@ -78,6 +78,10 @@ class FakeModel:
         self._hurt: set[int] = set()
         self.most_caches = self.most_decodes = 0
         self.left_behind: tuple[int, ...] = ()
+
+    def plan(self, fault: ModelFault) -> None:
+        """Plan another fault; steps count from now on."""
+        self._faults[self.steps + fault.step] = fault.kind
 
     def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
         """Add the bytes to the weights."""

@@ -73,6 +73,19 @@ def run_seeded(
         return trio.run(main, clock=clock, instruments=instruments)
 
 
+def virtual_backends() -> list[tuple[str, dict[str, Any]]]:
+    """Return a trio and an asyncio backend whose time is virtual, for ``anyio_backend`` fixtures.
+
+    When no task can run, time jumps to the next deadline, so nothing takes longer than it computes.
+    Nothing in such a loop may wait for a thread, a file or a socket.
+    """
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    return [
+        ("trio", {"clock": clock}),
+        ("asyncio", {"loop_factory": lambda: _VirtualLoop(TURNS_MAX)}),
+    ]
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     generator, state = trio_run._r, trio_run._r.getstate()

@@ -16,11 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 from millpond.runtime.kv.disk import WRITERS, DiskEntry
 from millpond.runtime.testing.sim_device import SimDevice
-from millpond.runtime.testing.sim_faults import ERRNOS, CrashPoint, DiskFault, SimCrash
+from millpond.runtime.testing.sim_faults import (
+    ERRNOS,
+    STUCK_S,
+    CrashPoint,
+    DiskFault,
+    PlannedFaults,
+    SimCrash,
+)
 
-SLOW_S, STUCK_S = 0.05, 10_000.0
 Watch = Callable[[str, str, str], None]
 
 
@@ -39,12 +46,8 @@ class SimDisk:
         watch: Watch | None = None,
     ) -> None:
         self.device, self._crash, self._watch = device, crash, watch
-        self._planned = {
-            (fault.operation, fault.nth + again): fault.kind
-            for fault in faults
-            for again in range(fault.times)
-        }
-        # mutable state, changed only by the operations
+        # mutable state, changed only by the operations, by plan and by kill
+        self._planned = PlannedFaults()
         self.operations = 0
         self._powered = device.power_losses
         self._killed = False
@@ -53,6 +56,7 @@ class SimDisk:
         self._calls: Counter[str] = Counter()
         self._writers: set[str] = set()
         self._locked = False
+        self.plan(*faults)
 
     def __repr__(self) -> str:
         state = "crashed" if self.crashed else f"{self.operations} operations"
@@ -72,6 +76,15 @@ class SimDisk:
         """Return how long the operations since the last call took, in virtual seconds."""
         delay, self.delay_s = self.delay_s, 0.0
         return delay
+
+    def plan(self, *faults: DiskFault) -> None:
+        """Plan more faults; calls and time count from now on."""
+        for fault in faults:
+            self._planned.add(fault, self._calls[fault.operation])
+
+    def plan_crash(self, crash: CrashPoint) -> None:
+        """Plan where the process dies; operations count from now on."""
+        self._crash = msgspec.structs.replace(crash, operation=self.operations + crash.operation)
 
     # -- the operations of Disk
 
@@ -236,12 +249,14 @@ class SimDisk:
             if crash.effect == "none" or operation in ("scan", "read", "lives", "claim"):
                 self._die(crash)
             return "half" if crash.effect == "half" else "all"
-        kind = self._planned.get((operation, nth), "")
-        if kind:
-            self._inject(operation, path, kind)
-        return kind
+        fault = self._planned.find(operation, nth)
+        if fault is None:
+            return ""
+        self._inject(fault, path)
+        return fault.kind
 
-    def _inject(self, operation: str, path: str, kind: str) -> None:
+    def _inject(self, fault: DiskFault, path: str) -> None:
+        operation, kind = fault.operation, fault.kind
         if kind in ("rot", "vanish"):
             blocks = sorted(name for name in self.device.files if name.endswith(".safetensors"))
             blocks = [name for name in blocks if name.startswith("v1/")]
@@ -251,7 +266,7 @@ class SimDisk:
             (self.device.flip if kind == "rot" else self.device.vanish)(victim)
             self._see(kind, victim)
         elif kind in ("slow", "stuck"):
-            self.delay_s += SLOW_S if kind == "slow" else STUCK_S
+            self.delay_s += fault.slow_s if kind == "slow" else STUCK_S
         if operation == "read" and kind in ("short", *ERRNOS):
             self._see("hurt", path)
         self.injected[f"{kind} {operation}"] += 1

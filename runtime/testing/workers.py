@@ -111,7 +111,12 @@ class SimWorker:
     def statistics(self) -> ThreadStatistics:
         """Return the worker's figures."""
         broken = str(self._broken) if self._broken is not None else ""
-        return ThreadStatistics(self.name, self._finished, len(self._queue), broken)
+        waiting = len(self._queue) + self._busy
+        return ThreadStatistics(self.name, self._finished, waiting, broken)
+
+    def plan(self, fault: WorkerFault) -> None:
+        """Plan another fault; calls count from now on."""
+        self._faults[self._calls + fault.call] = fault.kind
 
     def come_back(self) -> None:
         """The stuck call goes on after all, too late for its caller."""
@@ -141,7 +146,7 @@ class SimWorker:
             self.stuck.append(function)
             await _last(stall_s)
             self._break(EngineStalled(f"{self.name}: a call ran longer than {stall_s:g} s"))
-        await _last(self._duration(kind))
+        await self._begin(kind)
         try:
             return function()
         finally:  # what it raises comes after the time that it took
@@ -151,6 +156,10 @@ class SimWorker:
                 await _last(stall_s)
                 self._break(EngineStalled(f"{self.name}: a call ran longer than {stall_s:g} s"))
             await _last(delay_s)
+
+    async def _begin(self, kind: str) -> None:
+        """Let the time of a call pass."""
+        await _last(self._duration(kind))
 
     def _duration(self, kind: str) -> float:
         if kind in ("slow", "stall"):
