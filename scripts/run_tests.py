@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import venv
 import zipfile
 from pathlib import Path
 
 from environment import ROOT, SetupFailed, base_extras, chat_model, demo_model, prepare, tell
+from example import ExampleFailed, check_example
 
 MUST_SHIP = (
     "millpond/py.typed",
@@ -17,6 +19,9 @@ MUST_SHIP = (
     "millpond/codecs/messages.py",
     "millpond/runtime/api.py",
     "millpond/runtime/kv/layout.py",
+    "millpond/runtime/testing/__init__.py",
+    "millpond/runtime/testing/fake_runtime.py",
+    "millpond/runtime/testing/plugin.py",
 )
 
 
@@ -28,7 +33,7 @@ def main(arguments: list[str]) -> int:
         _try_chat_model(python)
         _step("lint and types", [str(ROOT / "scripts" / "check")], python)
         _check_wheel(python)
-    except SetupFailed as error:
+    except (SetupFailed, ExampleFailed) as error:
         tell(f"test: {error}")
         return 1
     except KeyboardInterrupt:
@@ -61,9 +66,21 @@ def _check_wheel(python: Path) -> None:
         _step("the wheel", [*pip, "wheel", ".", "--no-deps", "--wheel-dir", folder], python)
         (wheel,) = Path(folder).glob("millpond-*.whl")
         names = set(zipfile.ZipFile(wheel).namelist())
-    missing = [name for name in MUST_SHIP if name not in names]
-    if missing:
-        raise SetupFailed(f"the wheel lacks {', '.join(missing)}")
+        missing = [name for name in MUST_SHIP if name not in names]
+        if missing:
+            raise SetupFailed(f"the wheel lacks {', '.join(missing)}")
+        _check_installed(wheel)
+
+
+def _check_installed(wheel: Path) -> None:
+    """The example service's tests, with nothing of the checkout: an environment of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = Path(folder) / "bin" / "python"
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        _step("the wheel, installed", [*pip, "install", f"{wheel}[example]"], python)
+        tell("the example service")
+        check_example(python)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from anyio import current_time
+from anyio import current_time, sleep
 from millpond.actors.supervisor import House, open_house
 from millpond.runtime.api import Runtime
 from millpond.runtime.assembly import Built, Fittings, Threads, put_together
@@ -23,7 +23,7 @@ from millpond.runtime.testing.fake_talker import Talker, TalkerThread
 from millpond.runtime.testing.fake_text import fake_identity, fake_weights
 from millpond.runtime.testing.faults import Trouble
 from millpond.runtime.testing.invariants import leaves_of
-from millpond.runtime.testing.leaks import left_behind, unread_requests
+from millpond.runtime.testing.leaks import LOOK_S, left_behind, unread_requests
 from millpond.runtime.testing.sim_disk import SimDisk
 from millpond.runtime.testing.sim_faults import SimCrash
 from millpond.runtime.testing.sim_house import SimLoader
@@ -73,6 +73,8 @@ class FakeProcess:
         )
         writer = SimWorker("writer", seed, pace, trouble.threads["writer"], delay)
         self.workers = Workers(TalkerThread(seed, machine.tempo), readers, writer)
+        # mutable state, changed only in run
+        self._house: House | None = None
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[Runtime]:
@@ -81,6 +83,7 @@ class FakeProcess:
         try:
             built = self._put_together(await self._open_shared())
             async with open_house(replace(built.house_parts(), tap=self.model.see)) as house:
+                self._house = house
                 runtime = Runtime(built, house, 1e3 * (current_time() - started))
                 async with self._judged(house):
                     yield runtime
@@ -108,6 +111,12 @@ class FakeProcess:
                 )
         finally:
             tempo.free()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is left."""
+        assert self._house is not None, "the runtime is not open yet"
+        while self._house.gateway.statistics().live:  # noqa: ASYNC110, nobody tells
+            await sleep(LOOK_S)
 
     def is_the_end(self, error: BaseException) -> bool:
         """True if the process died and an error says only that."""

@@ -144,6 +144,10 @@ class FakeRuntime:
         """Wait until the model waits."""
         await self.tempo.wait_held()
 
+    async def wait_idle(self) -> None:
+        """Wait until no request is left in the running process."""
+        await self._running().wait_idle()
+
     @property
     def tokens_given(self) -> int:
         """Tokens that the model gave so far, over all processes."""

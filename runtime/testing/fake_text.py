@@ -55,7 +55,7 @@ def fake_identity(name: str, config: RuntimeConfig) -> tuple[ModelIdentity, KvLa
     descriptor = KvSpillDescriptor.from_gemma_loaded_model(shape, kv_dtype=dtype)
     chunk_tokens = config.chunk_tokens_on("cpu")
     layout = KvLayout.from_descriptor(
-        descriptor, config.block_tokens, chunk_tokens, config.sliding_boundary_tokens
+        descriptor, config.block_tokens, chunk_tokens, config.sliding_boundary_on("cpu")
     )
     numerics = NumericsIdentity(
         device_kind="cpu",

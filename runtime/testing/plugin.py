@@ -115,9 +115,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, None]:
         item.stash[_FAILED] = fake
     elif fake.leaks:
         item.stash[_FAILED] = fake
-        from millpond.runtime.testing.leaks import Leaked
-
-        outcome.force_exception(Leaked("\n".join(fake.leaks)))
+        lines = "\n".join(fake.leaks)
+        outcome.force_exception(pytest.fail.Exception(f"Leaked: {lines}", pytrace=False))
 
 
 @pytest.hookimpl(hookwrapper=True)
