@@ -19,6 +19,7 @@ from millpond.runtime.families.linear import Weights
 from millpond.runtime.families.llama import Llama
 from millpond.runtime.guidance import GuideError, Guides
 from millpond.runtime.host_memory import is_shared
+from millpond.runtime.host_transfers import Transfers
 from millpond.runtime.identity import ModelIdentity
 from millpond.runtime.kv.cache import Array, LiveCaches, RowError, live_caches
 from millpond.runtime.kv.forks import arrays_of, cut, forked
@@ -73,6 +74,7 @@ class Model:
         self._in_place: InPlaceSteps | None = None
         self._under_way: list[Array] = []  # ends with the last chunk
         self._caches: dict[int, LiveCaches] = {}
+        self._transfers = Transfers()
         self._sampler = Sampler(self._config.suppress_tokens, guides)
 
     def load_rows(self, tensor: Tensor, payload: memoryview) -> None:
@@ -132,6 +134,7 @@ class Model:
     def close(self) -> None:
         """See ``Runner.close``."""
         self._caches.clear()
+        self._transfers.close()
         self._under_way = []
         self._sampler.clear()
         self._family = self._in_place = None
@@ -189,6 +192,7 @@ class Model:
         touched = {one.sequence_id for one in restores} & self._caches.keys()
         try:
             mx.eval([arrays_of(self._caches[sequence_id]) for sequence_id in touched])
+            self._transfers.settle()
         except _DEVICE_ERRORS as error:
             for one in restores:
                 self._fail(one.sequence_id, error, failures)
@@ -204,7 +208,9 @@ class Model:
                 self._caches[one.sequence_id] = live_caches(
                     self._layout, one.context_tokens, one.boundary
                 )
-            put_planes(self._layout, one, self._caches[one.sequence_id])
+            put_planes(
+                self._layout, one, self._caches[one.sequence_id], self._transfers
+            )
         except _DEVICE_ERRORS as error:
             self._fail(one.sequence_id, error, failures)
 
@@ -337,7 +343,7 @@ class Model:
             caches = self._caches.get(one.sequence_id)
             if caches is None:
                 raise RowError("found no live cache, expected one with a whole block")
-            return take_planes(self._layout, one, caches)
+            return take_planes(self._layout, one, caches, self._transfers)
         except _DEVICE_ERRORS as error:
             self._fail(one.sequence_id, error, failures)
             return b""

@@ -11,17 +11,21 @@ import mlx.core as mx
 import numpy as np
 import xxhash
 from millpond.runtime.host_memory import SLICE_BYTES, host_dtype, host_view, is_shared
+from millpond.runtime.host_transfers import PIECE_BYTES, Transfers
 from millpond.runtime.kv.cache import LiveCaches, RowError
 from millpond.runtime.kv.layout import KvLayout, LayerGroup
 from millpond.runtime.steps import RestorePlanes, SnapshotPlanes
 
 
-def put_planes(layout: KvLayout, one: RestorePlanes, caches: LiveCaches) -> None:
+def put_planes(
+    layout: KvLayout, one: RestorePlanes, caches: LiveCaches, transfers: Transfers
+) -> None:
     """Copy the payload's planes behind the rows of their layers; it may be reused on return.
 
     Where memory is shared, the rows of full layers are copied straight into their buffers.
-    Elsewhere nothing is evaluated, and no array may be held until it is: a buffer that something
-    else holds is copied whole, not extended.  Raises RowError; some planes may be in place then.
+    Elsewhere the caches are not evaluated, and none of their buffers may be held until they are:
+    one that something else holds is copied whole, not extended.  Raises RowError; some planes may
+    be in place then.
     """
     group = _group(layout, one)
     dtype = group.dtype.to_mlx_dtype()
@@ -31,15 +35,19 @@ def put_planes(layout: KvLayout, one: RestorePlanes, caches: LiveCaches) -> None
             layer, which = _place(group, index)
             caches[layer].put_host(which, one.first_token, rows)
         return
-    together = max(1, SLICE_BYTES // planes[0].nbytes)  # a transfer for each plane is slower
+    # a transfer for each plane is slower
+    together = max(1, (SLICE_BYTES if is_shared() else PIECE_BYTES) // planes[0].nbytes)
     for start in range(0, one.planes, together):
-        moved = mx.array(planes[start : start + together]).view(dtype)
+        some = planes[start : start + together]
+        moved = mx.array(some).view(dtype) if is_shared() else transfers.to_device(some, dtype)
         for index, rows in enumerate(moved, start):
             layer, which = _place(group, one.first_plane + index)
             caches[layer].put(which, one.first_token, rows)
 
 
-def take_planes(layout: KvLayout, one: SnapshotPlanes, caches: LiveCaches) -> bytes:
+def take_planes(
+    layout: KvLayout, one: SnapshotPlanes, caches: LiveCaches, transfers: Transfers
+) -> bytes:
     """Copy planes into the payload; return its xxh3-128.  Raises RowError."""
     group = _group(layout, one)
     target = _planes(group, one, group.dtype.to_mlx_dtype())
@@ -50,8 +58,12 @@ def take_planes(layout: KvLayout, one: SnapshotPlanes, caches: LiveCaches) -> by
     if not is_shared():
         found = [mx.contiguous(rows) for rows in found]  # one transfer, not one for each head
     mx.eval(found)
-    for plane, rows in zip(target, found, strict=True):
-        np.copyto(plane, host_view(rows))
+    pairs = [(plane, host_view(rows)) for plane, rows in zip(target, found, strict=True)]
+    if is_shared():
+        for pair in pairs:
+            np.copyto(*pair)
+    else:
+        transfers.copy(pairs)
     return xxhash.xxh3_128_digest(one.payload)
 
 
