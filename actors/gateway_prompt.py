@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 from millpond.actors.gateway_request import GatewayTokenizer
-from millpond.codecs.choices import PIN_S_MAX, SamplingParams
+from millpond.codecs.choices import PIN_S_MAX, AnswerForm, SamplingParams
 from millpond.codecs.fingerprint import ReuseTag, chain_root
 from millpond.codecs.messages import Submit
 from millpond.runtime.config import Limits
@@ -26,8 +26,8 @@ PRIORITY_MAX = 100
 CHOICES_MAX = 1024  # as many as a random key tells apart
 
 
-def _no_schema(schema: str) -> None:
-    raise InvalidParameter("json_schema: this model cannot be held to one")
+def _no_form(form: AnswerForm) -> None:
+    raise InvalidParameter(f"{form.kind}: this model cannot be held to one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class GatewayParts:
     context_tokens  tokens that prompt and completion may reach
     limits          bounds
     clock           monotonic seconds
-    check_schema    raises InvalidParameter for a JSON schema that answers cannot be held to; runs
-                    on ``thread``
+    check_form      raises InvalidParameter for a form that answers cannot be held to; runs on
+                    ``thread``
     memory_tokens   tokens of one request that the memory for live caches holds, None: any
     """
 
@@ -55,7 +55,7 @@ class GatewayParts:
     context_tokens: int
     limits: Limits
     clock: Callable[[], float]
-    check_schema: Callable[[str], None] = _no_schema
+    check_form: Callable[[AnswerForm], None] = _no_form
     memory_tokens: int | None = None
 
 
@@ -120,8 +120,10 @@ def prepare(parts: GatewayParts, prompt: Prompt, sampling: SamplingParams) -> Su
 
     Raises EmptyPrompt, InvalidParameter, ContextExceeded or KvMemoryExceeded.
     """
-    if sampling.json_schema:
-        parts.check_schema(sampling.json_schema)
+    if sampling.json_schema and sampling.grammar:
+        raise InvalidParameter("grammar: found a JSON schema beside it, expected one of them")
+    if (form := sampling.form) is not None:
+        parts.check_form(form)
     ids = _token_ids(parts, prompt.content)
     _check_length(parts, len(ids))
     packed = pack_tokens(ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,13 @@ PIN_S_MAX = 366 * 86400.0  # of a request's pin
 PinSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=PIN_S_MAX)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]  # decides by itself at either end
+
+
+class AnswerForm(NamedTuple):
+    """What a completion is held to: the field that says it, and its text."""
+
+    kind: Literal["json_schema", "grammar"]
+    text: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs      return the log-probability of each token and of this many best ones; None: none
     json_schema   text of a JSON schema that the completion is held to; "" for none
     choice        which of a prompt's several answers this one is
+    grammar       text of a grammar, in the Lark form of llguidance, that the completion is held to;
+                  "" for none; not together with a schema
     """
 
     max_tokens: Positive = 256
@@ -54,6 +63,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     json_schema: Annotated[str, msgspec.Meta(max_length=2**17)] = ""
     choice: Annotated[int, msgspec.Meta(ge=0, le=1023)] = 0
+    grammar: Annotated[str, msgspec.Meta(max_length=2**19)] = ""
+
+    @property
+    def form(self) -> AnswerForm | None:
+        """What the completion is held to, None for nothing; the schema where both are given."""
+        if self.json_schema:
+            return AnswerForm("json_schema", self.json_schema)
+        return AnswerForm("grammar", self.grammar) if self.grammar else None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

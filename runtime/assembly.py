@@ -17,6 +17,7 @@ from millpond.actors.gateway import Gateway, GatewayParts
 from millpond.actors.loader import Loader
 from millpond.actors.store import Store, StoreParts
 from millpond.actors.supervisor import HouseParts, LoaderActor
+from millpond.codecs.choices import AnswerForm
 from millpond.codecs.fingerprint import NumericsIdentity
 from millpond.runtime.chat_encoder import ChatEncoder, read_template
 from millpond.runtime.config import Limits, RuntimeConfig, parse_bytes
@@ -60,7 +61,7 @@ class Fittings:
     kv_bytes_max    budget of the live caches
     runner          runs on the engine's thread and nowhere else
     loader          makes the loader, given the pool of weights
-    check_schema    raises InvalidParameter for a JSON schema that answers cannot be held to
+    check_form      raises InvalidParameter for a form that answers cannot be held to
     clock           monotonic seconds
     """
 
@@ -72,7 +73,7 @@ class Fittings:
     kv_bytes_max: int
     runner: Runner
     loader: Callable[[StagingPool], LoaderActor]
-    check_schema: Callable[[str], None]
+    check_form: Callable[[AnswerForm], None]
     clock: Callable[[], float] = time.monotonic
 
 
@@ -136,7 +137,7 @@ async def build(config: RuntimeConfig, shared: Shared, threads: Threads) -> Buil
         kv_bytes_max=kv_bytes_max,
         runner=runner,
         loader=lambda pool: Loader(file, identity, pool, threads.host, config.limits.read_stall_s),
-        check_schema=guides.check,
+        check_form=guides.check,
     )
     return put_together(config, fittings, shared, threads)
 
@@ -249,7 +250,7 @@ def _gateway(
     return Gateway(
         GatewayParts(
             tokenizer=fittings.tokenizer,
-            check_schema=fittings.check_schema,
+            check_form=fittings.check_form,
             thread=threads.host,
             fingerprint=identity.fingerprint,
             guard=shared.guard(identity),

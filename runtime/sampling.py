@@ -55,7 +55,7 @@ class Sampler:
         """Begin with none.
 
         suppressed  ids that are never chosen
-        guides      of this model's tokenizer; None: no answer can be held to a schema
+        guides      of this model's tokenizer; None: no answer can be held to a form
         """
         self._suppressed = mx.array(suppressed, dtype=mx.uint32) if suppressed else None
         self._guides = guides
@@ -67,7 +67,7 @@ class Sampler:
     def sample(self, draw: Draw, logits: Any, arrays: list[Any]) -> Sampled:
         """Choose a token from raw float32 logits (V,), and evaluate ``arrays`` along with it.
 
-        Raises GuideError if the request's schema allows no token.
+        Raises GuideError if the request's form allows no token.
         """
         sampling, raw = draw.sampling, logits
         history = self._history(draw)
@@ -98,7 +98,7 @@ class Sampler:
             sampling.temperature == 0.0
             and sampling.repetition_penalty == 1.0
             and not (sampling.presence_penalty or sampling.frequency_penalty)
-            and not (sampling.logit_bias or sampling.json_schema)
+            and not (sampling.logit_bias or sampling.json_schema or sampling.grammar)
             and self._suppressed is None
         )
 
@@ -133,12 +133,13 @@ class Sampler:
         return self._histories.setdefault(draw.sequence_id, History())
 
     def _guide_of(self, draw: Draw) -> Guide | None:
-        if not draw.sampling.json_schema:
+        form = draw.sampling.form
+        if form is None:
             return None
         if draw.step == 0:
             if self._guides is None:
-                raise GuideError("json_schema: found no guides")
-            self._guided[draw.sequence_id] = self._guides.start(draw.sampling.json_schema)
+                raise GuideError(f"{form.kind}: found no guides")
+            self._guided[draw.sequence_id] = self._guides.start(form)
         return self._guided[draw.sequence_id]
 
     def _seed_of(self, draw: Draw) -> int:

@@ -113,7 +113,10 @@ class ServedModel(Protocol):
         """Return the text of ids; raises InvalidParameter for an id that there is not."""
 
     def special_text(self, token_id: int) -> str:
-        """Return the name of a control token, ``""`` for any other."""
+        """Return the name of a control token without text of its own, ``""`` for any other."""
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of such a token by its name, None if other tokens give the text."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token's text, for a control token its name."""
@@ -166,7 +169,13 @@ class RuntimeModel:
         self.can_guide = can_guide()
         # every character of a text takes a byte of some token at least
         self._characters_max = self.context_tokens * token_bytes_max
-        self._special = {value: text for text, value in tokenizer.control_texts.items()}
+        # some files give a mark's token its text, as Gemma 4's ``<|tool_call>``: that needs no name
+        self._special_ids = {
+            text: found
+            for text, found in tokenizer.control_texts.items()
+            if not tokenizer.piece(found)
+        }
+        self._special = {found: text for text, found in self._special_ids.items()}
 
     def __repr__(self) -> str:
         return f"<RuntimeModel {self._runtime!r}>"
@@ -210,8 +219,12 @@ class RuntimeModel:
         return await self._call(partial(_decoded, self._runtime.tokenizer, token_ids))
 
     def special_text(self, token_id: int) -> str:
-        """Return the name of a control token, ``""`` for any other."""
+        """Return the name of a control token without text of its own, ``""`` for any other."""
         return self._special.get(token_id, "")
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of such a token by its name, None if other tokens give the text."""
+        return self._special_ids.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token's text, for a control token its name."""

@@ -9,8 +9,9 @@ from millpond.actors.http import forms
 from millpond.actors.http.answering import Job, Services, answer
 from millpond.actors.http.bodies import ChatBody
 from millpond.actors.http.body_reading import read_as
-from millpond.actors.http.chat_input import checked_tools, messages_for, wants_tools
+from millpond.actors.http.chat_input import checked_tools, messages_for
 from millpond.actors.http.exchange import Exchange
+from millpond.actors.http.forced_calls import call_grammar, chosen_tools, tool_choice_of
 from millpond.actors.http.formats import schema_of
 from millpond.actors.http.generation import Choice
 from millpond.actors.http.logprobs import Logprobs
@@ -29,9 +30,8 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     limit = services.settings.choices_max
     if body.n > limit:
         raise invalid("n", f"n: found {body.n}, expected at most {limit}")
-    tools = checked_tools(body.tools, services.settings.tools_max)
-    if not wants_tools(body.tool_choice):
-        tools = []
+    choice = tool_choice_of(body.tool_choice)
+    tools = chosen_tools(checked_tools(body.tools, services.settings.tools_max), choice)
     schema = schema_of(body.response_format, bool(tools))
 
     async def prepare(model: ServedModel) -> tuple[Sequence[Choice], ChatAnswer]:
@@ -39,6 +39,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
             raise unsupported("tools", "the chat template of this model has no tools")
         if schema and not model.can_guide:
             raise unsupported("response_format", "it needs the schema extra, not installed here")
+        grammar = await call_grammar(model, tools, choice, services.readers)
         ids = await model.encode_chat(
             messages_for(model.template, body.messages),
             ChatOptions(tools=tools, variables=body.chat_template_kwargs),
@@ -46,7 +47,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         ask = ask_of(
             body,
             ids,
-            sampling_of(body, body.max_completion_tokens or model.context_tokens, schema),
+            sampling_of(body, body.max_completion_tokens or model.context_tokens, schema, grammar),
         )
         choices = [Choice(index, ask, index == 0) for index in range(body.n)]
         head = forms.AnswerHead(

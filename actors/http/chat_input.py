@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from millpond.actors.http.problems import ApiError, invalid, unsupported
+from millpond.actors.http.problems import ApiError, invalid
 
 _MEDIA = {
     "image_url": "images",
@@ -50,17 +50,6 @@ def checked_tools(tools: list[dict[str, Any]], tools_max: int) -> list[dict[str,
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise invalid(f"tools[{index}].function.name", f"tools[{index}]: it needs a name")
     return tools
-
-
-def wants_tools(choice: str | dict[str, Any] | None) -> bool:
-    """Tell whether the model may call tools; raises ApiError 400 where it would be forced to."""
-    if choice is None or choice == "auto":
-        return True
-    if choice == "none":
-        return False
-    if choice == "required" or isinstance(choice, dict):
-        raise unsupported("tool_choice", "a model cannot be made to call; use auto or none")
-    raise invalid("tool_choice", "tool_choice: expected auto or none")
 
 
 def _check_content(content: object, where: str) -> None:

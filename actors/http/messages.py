@@ -13,6 +13,7 @@ from millpond.actors.http.body_reading import read_as
 from millpond.actors.http.chat import turn_reader
 from millpond.actors.http.chat_input import messages_for
 from millpond.actors.http.exchange import Exchange, data_event
+from millpond.actors.http.forced_calls import anthropic_tool_choice_of, call_grammar
 from millpond.actors.http.formats import anthropic_schema_of
 from millpond.actors.http.generation import Choice
 from millpond.actors.http.messages_input import openai_messages, openai_tools
@@ -28,25 +29,26 @@ from millpond.runtime.served import ServedModel
 async def messages(exchange: Exchange, services: Services) -> None:
     """Answer; raises as ``answering.answer`` does."""
     body = await read_as(exchange, MessagesBody, services.readers)
-    tools = openai_tools(body.tools, body.tool_choice, services.settings.tools_max)
+    choice = anthropic_tool_choice_of(body.tool_choice)
+    tools = openai_tools(body.tools, choice, services.settings.tools_max)
     found = openai_messages(body.system, body.messages)
     schema = anthropic_schema_of(body.output_format, body.output_config, bool(tools))
-    sampling = checked_sampling(
-        {
-            "json_schema": schema,
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "stop": tuple(body.stop_sequences),
-        }
-    )
+    fields: dict[str, Any] = {
+        "json_schema": schema,
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": tuple(body.stop_sequences),
+    }
+    checked_sampling(fields)  # before a model is loaded for it
 
     async def prepare(model: ServedModel) -> tuple[Sequence[Choice], MessageAnswer]:
         if schema and not model.can_guide:
             raise unsupported("output_format", "it needs the schema extra, not installed here")
+        grammar = await call_grammar(model, tools, choice, services.readers)
         ids = await _ids_of(model, found, tools)
-        ask = ask_of(body, ids, sampling)
+        ask = ask_of(body, ids, checked_sampling(fields | {"grammar": grammar}))
         form = MessageAnswer(
             exchange.record.model, len(ids), turn_reader(model, bool(tools)), model.end_ids
         )
@@ -60,7 +62,8 @@ async def messages(exchange: Exchange, services: Services) -> None:
 async def count_tokens(exchange: Exchange, services: Services) -> None:
     """Answer with the count of a chat's tokens."""
     body = await read_as(exchange, CountBody, services.readers)
-    tools = openai_tools(body.tools, body.tool_choice, services.settings.tools_max)
+    choice = anthropic_tool_choice_of(body.tool_choice)
+    tools = openai_tools(body.tools, choice, services.settings.tools_max)
     found = openai_messages(body.system, body.messages)
     exchange.record.model = await services.pool.resolve(body.model)
     counts: list[int] = []

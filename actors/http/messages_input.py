@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from millpond.actors.http.chat_input import checked_tools, wants_tools
+from millpond.actors.http.chat_input import checked_tools
+from millpond.actors.http.forced_calls import ToolChoice, chosen_tools
 from millpond.actors.http.problems import ApiError, invalid
 
 
@@ -32,13 +33,9 @@ def openai_messages(
 
 
 def openai_tools(
-    tools: list[dict[str, Any]], choice: dict[str, Any] | None, tools_max: int
+    tools: list[dict[str, Any]], choice: ToolChoice, tools_max: int
 ) -> list[dict[str, Any]]:
     """Return the tools; raises ApiError 400 for one that is no function of the client's."""
-    if choice is not None:
-        kind = choice.get("type")
-        if not wants_tools(kind if kind in ("auto", "none") else {}):
-            return []
     found = []
     for index, tool in enumerate(tools):
         if tool.get("type", "custom") != "custom":
@@ -54,7 +51,7 @@ def openai_tools(
             "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
         }
         found.append({"type": "function", "function": function})
-    return checked_tools(found, tools_max)
+    return chosen_tools(checked_tools(found, tools_max), choice)
 
 
 def _of_blocks(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:

@@ -29,6 +29,8 @@ from millpond.runtime.errors import (
 Form = Literal["openai", "anthropic"]
 _FIELD = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*(?=:)")
 """What a message of ours begins with where it is about one field."""
+FORM_FIELDS = {"json_schema": "response_format", "grammar": "tool_choice"}
+"""What a client calls the forms that it asks for."""
 
 # OpenAI's and Anthropic's names for the same kinds of error.
 _TYPES = {
@@ -143,7 +145,7 @@ def _param(error: MillpondError) -> str | None:
         case InvalidParameter():
             found = _FIELD.match(str(error))
             name = found[0] if found is not None else None
-            return "response_format" if name == "json_schema" else name
+            return FORM_FIELDS.get(name, name) if name is not None else None
         case ChatTemplateError():
             return "messages"
         case _:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from millpond.actors.http.bodies import ChatBody, CompletionBody, MessagesBody, TextBody
-from millpond.actors.http.problems import invalid, unsupported
+from millpond.actors.http.problems import FORM_FIELDS, invalid, unsupported
 from millpond.codecs.choices import SamplingParams
 from millpond.runtime.served import Ask
 
@@ -25,11 +25,14 @@ _NEUTRAL = {
 }
 
 
-def sampling_of(body: TextBody, max_tokens: int, schema: str = "") -> SamplingParams:
+def sampling_of(
+    body: TextBody, max_tokens: int, schema: str = "", grammar: str = ""
+) -> SamplingParams:
     """Return how to choose tokens.
 
     max_tokens  completion tokens where the body names no number
     schema      text of a JSON schema that the answers are held to, "" for none
+    grammar     of a forced call of a tool, "" for none
 
     Raises ApiError 400 naming the field.
     """
@@ -42,6 +45,7 @@ def sampling_of(body: TextBody, max_tokens: int, schema: str = "") -> SamplingPa
         "ignore_eos": body.ignore_eos,
         "stop": stops_of(body.stop),
         "json_schema": schema,
+        "grammar": grammar,
     }
     for name, neutral in _NEUTRAL.items():
         value = _bias_of(body) if name == "logit_bias" else getattr(body, name)
@@ -115,5 +119,5 @@ def checked_sampling(fields: dict[str, Any]) -> SamplingParams:
     except msgspec.ValidationError as error:
         fault, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`").partition("[")[0] or "body"
-        name = "response_format" if name == "json_schema" else name
+        name = FORM_FIELDS.get(name, name)
         raise invalid(name, f"{name}: {fault[:1].lower()}{fault[1:]}") from None

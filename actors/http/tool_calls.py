@@ -18,7 +18,7 @@ DEPTH_MAX = 32
 """Levels of objects and lists in arguments; more is no call."""
 CALLS_MAX = 128
 """Calls in one list; agents make some ten."""
-_NAME = re.compile(r"[\w.:-]{1,128}")
+CALL_NAME = re.compile(r"[\w.:-]{1,128}")
 _BARE = re.compile(r"[^,:{}\[\]<\s][^,:{}\[\]<]*")
 
 
@@ -34,7 +34,7 @@ def gemma_call(text: str) -> ToolCall | None:
     """Return the call that stands between Gemma 4's tool call tokens, None if it is none."""
     head, brace, rest = text.strip().partition("{")
     name = head.removeprefix("call:").strip()
-    if not brace or not head.startswith("call:") or not _NAME.fullmatch(name):
+    if not brace or not head.startswith("call:") or not CALL_NAME.fullmatch(name):
         return None
     reader = _GemmaReader("{" + rest)
     try:
@@ -69,7 +69,11 @@ def _json_call(found: Any) -> ToolCall | None:
             arguments = msgspec.json.decode(arguments)
         except (msgspec.DecodeError, RecursionError):
             return None
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
+    if (
+        not isinstance(name, str)
+        or not CALL_NAME.fullmatch(name)
+        or not isinstance(arguments, dict)
+    ):
         return None
     return ToolCall(name, msgspec.json.encode(arguments).decode())
 

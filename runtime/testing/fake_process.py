@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from anyio import current_time, sleep
 from millpond.actors.supervisor import House, open_house
+from millpond.codecs.choices import AnswerForm
 from millpond.runtime.api import Runtime
 from millpond.runtime.assembly import Built, Fittings, Threads, put_together
 from millpond.runtime.chat_encoder import ChatEncoder, read_template
@@ -175,16 +176,17 @@ class FakeProcess:
             kv_bytes_max=kv_bytes_max,
             runner=self.model,
             loader=lambda pool: SimLoader(self._weights, pool, ProcessPlan()),
-            check_schema=_check_schema,
+            check_form=_check_form,
             clock=current_time,
         )
         threads = Threads(engine=self.workers.engine, host=InlineWorker("host"))
         return put_together(config, fittings, shared, threads)
 
 
-def _check_schema(schema: str) -> None:
-    """Any JSON will do: answers are not held to it, ``answers`` chooses them."""
+def _check_form(form: AnswerForm) -> None:
+    """Any JSON or grammar will do: answers are not held to it, ``answers`` chooses them."""
     try:
-        msgspec.json.decode(schema)
+        if form.kind == "json_schema":
+            msgspec.json.decode(form.text)
     except msgspec.DecodeError as error:
         raise InvalidParameter(f"json_schema: {error}") from None

@@ -93,6 +93,10 @@ class FakeServed:
         """Return the name of a control token."""
         return CONTROL.get(token_id, "")
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of a control token."""
+        return next((found for found, name in CONTROL.items() if name == text), None)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token's text."""
         return bytes([token_id]) if token_id < END else b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from millpond.codecs.choices import AnswerForm
 from millpond.runtime import RuntimeConfig, SamplingParams, open_runtime
 from millpond.runtime.errors import InvalidParameter
 from millpond.runtime.gguf_file import GgufFile
@@ -31,6 +33,10 @@ SHAPE = {
     "additionalProperties": False,
 }
 TEXT = json.dumps(SHAPE)
+
+
+def form(schema: str) -> AnswerForm:
+    return AnswerForm("json_schema", schema)
 
 
 @pytest.fixture
@@ -119,12 +125,12 @@ def test_a_hostile_schema_is_refused_or_stays_within_its_limits(
     guides: Guides, schema: str
 ) -> None:
     try:
-        guides.check(schema)
+        guides.check(form(schema))
     except InvalidParameter as error:
         assert "json_schema" in str(error)
     else:  # it compiles: then its first mask is bounded too
         with suppress(GuideError):
-            guides.start(schema).allowed(len(TOKENS))
+            guides.start(form(schema)).allowed(len(TOKENS))
 
 
 def test_references_within_a_schema_and_recursion_are_followed(guides: Guides) -> None:
@@ -138,7 +144,7 @@ def test_references_within_a_schema_and_recursion_are_followed(guides: Guides) -
             }
         },
     }
-    guide = guides.start(json.dumps(schema))
+    guide = guides.start(form(json.dumps(schema)))
     for byte in b'{"left":{"left":{}}}':
         token = _id_of(byte)
         assert guide.allowed(len(TOKENS))[token]
@@ -149,16 +155,44 @@ def test_references_within_a_schema_and_recursion_are_followed(guides: Guides) -
 
 
 def test_a_token_that_is_not_allowed_breaks_its_guide_only(guides: Guides) -> None:
-    one, other = guides.start(TEXT), guides.start(TEXT)
+    one, other = guides.start(form(TEXT)), guides.start(form(TEXT))
     with pytest.raises(GuideError):
         one.take(_id_of(ord("x")))
     assert other.allowed(len(TOKENS))[_id_of(ord("{"))]
     assert not other.allowed(len(TOKENS) + 7)[len(TOKENS) :].any()
 
 
+@pytest.mark.parametrize("inner", ["ref", "items"])
+def test_a_long_chain_of_references_is_refused(guides: Guides, inner: str) -> None:
+    """The library follows references by recursion: 2,500 of them ended the whole process."""
+    links: list[Any] = [{"$ref": f"#/$defs/a{number + 1}"} for number in range(2500)]
+    links = [one if inner == "ref" else {"type": "array", "items": one} for one in links]
+    chain = {f"a{number}": link for number, link in enumerate(links)} | {"a2500": {}}
+    with pytest.raises(InvalidParameter, match="levels behind references"):
+        guides.check(form(json.dumps({"$ref": "#/$defs/a0", "$defs": chain})))
+    many = {f"a{number}": {"type": "string"} for number in range(100)}
+    items = [{"$ref": f"#/$defs/{name}"} for name in many]
+    guides.check(form(json.dumps({"anyOf": items, "$defs": many})))
+
+
+@pytest.mark.anyio
+async def test_an_answer_has_the_form_of_its_grammar(model: Path) -> None:
+    grammar = 'start: "a" ("b" | "c"){3} NUMBER\nNUMBER: /[0-9]{2}/'
+    async with open_runtime(RuntimeConfig(model=str(model), spill=False)) as runtime:
+        for seed in range(4):
+            sampling = SamplingParams(max_tokens=50, temperature=1.0, seed=seed, grammar=grammar)
+            done = await runtime.generate("abc", sampling)
+            assert re.fullmatch("a[bc]{3}[0-9]{2}", done.text) and done.finish_reason == "stop"
+        for wrong in ("start: nothing", "start: /(/", "start: " + "(" * 100 + ")" * 100):
+            with pytest.raises(InvalidParameter, match="grammar"):
+                await runtime.generate("abc", SamplingParams(grammar=wrong))
+        with pytest.raises(InvalidParameter, match="grammar"):
+            await runtime.generate("abc", SamplingParams(grammar=grammar, json_schema="{}"))
+
+
 def test_many_schemas_are_not_kept_for_ever(guides: Guides) -> None:
     for number in range(100):
-        guides.check(json.dumps({"const": number}))
+        guides.check(form(json.dumps({"const": number})))
     assert repr(guides) == "<Guides 32 compiled>"
 
 

@@ -71,6 +71,14 @@ async def test_tool_use_is_a_block_and_its_result_comes_back(start: Any) -> None
         assert (await running.post("/v1/messages", body | {"messages": chat})).status_code == 200
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+async def test_tool_use_can_be_asked_for(start: Any, choice: dict[str, str]) -> None:
+    async with start() as running:
+        body = ASK | {"max_tokens": 100, "tools": TOOLS, "tool_choice": choice}
+        assert (await running.post("/v1/messages", body)).status_code == 200
+        assert "call:weather" in running.fake.asks[0].sampling.grammar
+
+
 @pytest.mark.parametrize(
     ("change", "status", "kind"),
     [
@@ -82,7 +90,9 @@ async def test_tool_use_is_a_block_and_its_result_comes_back(start: Any) -> None
         ({"messages": [{"role": "boss", "content": ""}]}, 400, None),
         ({"system": [{"type": "text"}]}, 400, None),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, None),
-        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, 400, None),
+        ({"tool_choice": {"type": "any"}}, 400, None),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, 400, None),
+        ({"tools": TOOLS, "tool_choice": {"type": "must"}}, 400, None),
         ({"bananas": 1}, 400, None),
     ],
 )

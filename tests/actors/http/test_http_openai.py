@@ -161,6 +161,37 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 CALL = 'Let me see.<|tool_call>call:weather{city:<|"|>Oslo, {N}<|"|>,days:3}<tool_call|>'
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+NO_SUCH_TOOL = ("invalid_value", "tool_choice")
+NAME_OF_TOOL = "tools[0].function.name"
+WRONG_TOOL = {"type": "function", "function": {"name": "two words"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_call_that_is_asked_for_is_held_to_the_form_of_the_model(
+    start: Any, choice: Any
+) -> None:
+    async with start() as running:
+        running.fake.script = lambda prompt: ids(CALL.removeprefix("Let me see."))
+        body = HELLO | {"tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+        found = (await running.post("/v1/chat/completions", body)).json()["choices"][0]
+        assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
+        assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        grammar = running.fake.asks[0].sampling.grammar
+        assert grammar.startswith("start: <[257]> call <[258]>") and "call:weather" in grammar
+        await running.post("/v1/chat/completions", body | {"tool_choice": "auto"})
+        assert running.fake.asks[1].sampling.grammar == ""
+
+
+async def test_a_call_cannot_be_asked_for_without_the_schema_extra(start: Any) -> None:
+    async with start() as running:
+        running.fake.can_guide = False
+        body = HELLO | {"tools": TOOLS, "tool_choice": "required"}
+        error = await refused(running, "/v1/chat/completions", body)
+        assert (error["code"], error["param"]) == ("unsupported_parameter", "tool_choice")
+        assert "schema extra" in error["message"]
+
+
 async def test_gemmas_tool_calls_become_openais(start: Any) -> None:
     async with start() as running:
         running.fake.script = lambda prompt: ids(CALL)
@@ -226,7 +257,17 @@ async def refused(running: Any, path: str, body: Any, status: int = 400) -> dict
             "invalid_value",
             "response_format.json_schema.schema",
         ),
-        ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+        ({"tool_choice": "must"}, "invalid_value", "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "invalid_value", "tool_choice"),
+        ({"tool_choice": NAMED | {"function": {"name": "x"}}, "tools": TOOLS}, *NO_SUCH_TOOL),
+        (
+            {"tool_choice": {"type": "custom"}, "tools": TOOLS},
+            "unsupported_parameter",
+            "tool_choice",
+        ),
+        ({"tools": [{"type": "function", "function": {}}]}, "invalid_value", NAME_OF_TOOL),
+        ({"tool_choice": "required", "tools": [WRONG_TOOL]}, "invalid_value", NAME_OF_TOOL),
         ({"bananas": 3}, "unknown_parameter", "bananas"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

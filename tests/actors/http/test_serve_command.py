@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
-from millpond.runtime.testing.tiny_model import tiny_gemma3
+from millpond.runtime.guidance import can_guide
+from millpond.runtime.testing.tiny_model import TOKENS, tiny_gemma3
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 WORDS = " ".join(f"word{index} of the story" for index in range(40))
 CHAT: list[Any] = [{"role": "user", "content": f"{WORDS} goes on"}]
+
+needs_schema = pytest.mark.skipif(not can_guide(), reason="the schema extra is not installed")
 
 
 @pytest.fixture
@@ -106,6 +110,7 @@ def test_a_pool_of_one_goes_from_a_to_b_and_comes_back_warm(folder: Path) -> Non
         assert process.stop() == 0
 
 
+@needs_schema
 def test_an_answer_has_the_form_that_was_asked_for(folder: Path) -> None:
     shape = {
         "type": "object",
@@ -123,6 +128,49 @@ def test_an_answer_has_the_form_that_was_asked_for(folder: Path) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             create(model="a", messages=CHAT, response_format=bad)
         assert caught.value.param == "response_format"
+        assert process.stop() == 0
+
+
+MARKS = (b"<|tool_call>", b"<tool_call|>", b'<|"|>')
+TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}{# tools <|tool_call> #}"
+PAINT: Any = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "blue"]}, "coats": {"type": "integer"}},
+            "required": ["colour", "coats"],
+        },
+    },
+}
+
+
+@needs_schema
+@pytest.mark.parametrize("kind", [3, 4], ids=["control", "user-defined"])
+def test_a_call_can_be_asked_for_whatever_kind_of_token_its_marks_are(
+    folder: Path, kind: int
+) -> None:
+    """Gemma 4's files call their marks user-defined: with a text of its own and a name given, each
+    stood there twice, and no call was ever one.
+    """
+    kinds = [2, 3, 3, 3, 3] + [6] * 256 + [1] * (len(TOKENS) - 264) + [kind] * 3
+    metadata = {
+        "tokenizer.ggml.tokens": [*TOKENS[:-3], *MARKS],
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    (folder / "marks.gguf").write_bytes(tiny_gemma3(0, metadata))
+    with serving(folder, "--model", str(folder / "marks.gguf")) as process:
+        create = process.client().chat.completions.create
+        for seed in range(3):
+            more: Any = {"tools": [PAINT], "tool_choice": "required", "seed": seed}
+            done = create(model="marks", messages=CHAT, max_tokens=100, **more).choices[0]
+            assert done.finish_reason == "tool_calls" and not done.message.content
+            (call,) = done.message.tool_calls or ()
+            assert call.function.name == "paint"
+            found = json.loads(call.function.arguments)
+            assert found["colour"] in ("red", "blue") and type(found["coats"]) is int
         assert process.stop() == 0
 
 
