@@ -34,19 +34,22 @@ class _Lane:
         self.view: Any = None
         self.moved: Array | None = None
 
-    def room(self, elements: int, unit_bytes: int) -> None:
-        """Have room for the elements, which nothing reads any more.  Raises what MLX raises."""
+    def room(self, elements: int, unit_bytes: int) -> tuple[Array, Any]:
+        """Return room for the elements, which nothing reads any more, and the host's view of it.
+
+        Raises what MLX raises.
+        """
         moved, self.moved = self.moved, None
         if moved is not None:
             mx.eval(moved)
         array = self.array
-        if array is not None and array.itemsize == unit_bytes and array.size >= elements:
-            return
-        self.array = self.view = None
-        size = max(elements, PIECE_BYTES // unit_bytes)
-        array = mx.zeros((size,), dtype=_UNSIGNED[unit_bytes], stream=mx.cpu)
-        mx.eval(array)
-        self.array, self.view = array, host_view(array)
+        if array is None or array.itemsize != unit_bytes or array.size < elements:
+            self.array = self.view = array = None
+            size = max(elements, PIECE_BYTES // unit_bytes)
+            array = mx.zeros((size,), dtype=_UNSIGNED[unit_bytes], stream=mx.cpu)
+            mx.eval(array)
+            self.array, self.view = array, host_view(array)
+        return array[:elements], self.view[:elements]
 
 
 class Transfers:
@@ -70,11 +73,10 @@ class Transfers:
         lane = self._lanes[self._next]
         self._next = (self._next + 1) % LANES
         flat = rows.reshape(-1).view(f"u{rows.itemsize}")
-        lane.room(flat.size, flat.itemsize)
-        self.copy([(lane.view[: flat.size], flat)])
+        array, view = lane.room(flat.size, flat.itemsize)
+        self.copy([(view, flat)])
         # a sum is a copy on the device; of unsigned numbers, as -0.0 + 0 would be 0.0
-        moved = lane.array[: flat.size] + 0
-        lane.moved = moved
+        lane.moved = moved = array + 0
         mx.async_eval(moved)  # type: ignore[no-untyped-call]
         return moved.view(dtype).reshape(rows.shape)
 

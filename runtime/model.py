@@ -208,9 +208,7 @@ class Model:
                 self._caches[one.sequence_id] = live_caches(
                     self._layout, one.context_tokens, one.boundary
                 )
-            put_planes(
-                self._layout, one, self._caches[one.sequence_id], self._transfers
-            )
+            put_planes(self._layout, one, self._caches[one.sequence_id], self._transfers)
         except _DEVICE_ERRORS as error:
             self._fail(one.sequence_id, error, failures)
 
